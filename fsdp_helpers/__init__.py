@@ -9,7 +9,7 @@ Importing the package is instant, because each function is loaded only when you 
 import importlib
 
 __version__ = "2.2.0"
-_HOMES = {
+_MODULES = {
     "Ranks": "ranks.live",
     "TrainConfig": "config",
     "consolidate": "checkpointing.consolidate",
@@ -18,13 +18,13 @@ _HOMES = {
     "save": "checkpointing.checkpoint",
     "train": "training.run",
 }
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
@@ -32,5 +32,5 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Add the cell magic `%%ranks` to a notebook: `%load_ext fsdp_helpers`."""
-    importlib.import_module(f"{__name__}.ranks.magic").register(shell)
+    """Register the cell magic `%%ranks`; IPython calls this for `%load_ext fsdp_helpers`."""
+    importlib.import_module(f"{__name__}.ranks.live").register(shell)

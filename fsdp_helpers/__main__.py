@@ -1,4 +1,4 @@
-"""The command line, which torchrun can start, too: `python -m fsdp_helpers train --help`."""
+"""The command line: `python -m fsdp_helpers train --help`. torchrun can start it, too."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fsdp_helpers.cli.compare import add_compare_arguments
 from fsdp_helpers.cli.flags import Flag, add_flags, flags
-from fsdp_helpers.cli.plan import add_plan_arguments, plan_command
+from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_command
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes
@@ -18,13 +18,13 @@ from fsdp_helpers.training.torchrun import end_with_agent
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 CALL_FLAGS = (
-    Flag(setting="world_size", kind=int, meaning="number of ranks (default: 1 for local, else 2)"),
+    Flag(setting="world_size", kind=int, meaning="number of ranks (default: 1 for local, otherwise 2)"),
     Flag(
         setting="device",
         kind=str,
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        meaning="auto means cuda if there is a usable GPU for each rank, else cpu",
+        meaning="auto means cuda if there is a usable GPU for each rank, otherwise cpu",
     ),
     Flag(
         setting="timeout",
@@ -45,10 +45,10 @@ class OneLineParser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="fsdp_helpers",
-        description="Train small models on one process or many, and plan, check and compare such runs.",
+        description="Train small models in one process or many, and plan, check and compare such runs.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
-    train = commands.add_parser("train", help="train a model on one process or many")
+    train = commands.add_parser("train", help="train a model in one process or many")
     add_flags(train, train_flags())
     train.set_defaults(run=train_command)
 
@@ -57,14 +57,14 @@ def build_parser() -> argparse.ArgumentParser:
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
-        help="folder of a checkpoint, or of a run's checkpoints (the newest is used)",
+        help="a checkpoint folder, or a run's folder of checkpoints (the newest is used)",
     )
     consolidate.add_argument("out", type=Path, metavar="OUT", help="the file to write: .safetensors or .pt")
     consolidate.add_argument(
         "--prefix",
         default="model.",
         metavar="TEXT",
-        help="write the tensors whose names begin with TEXT, and remove it from the names (default: model.)",
+        help="write only the tensors whose names start with TEXT, and strip TEXT from the names (default: model.)",
     )
     consolidate.set_defaults(run=consolidate_command)
 
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=doctor_command)
 
-    explain = commands.add_parser("explain", help="find the cards of notebook 11 that fit an error message")
+    explain = commands.add_parser("explain", help="find the cards in notebook 11 that match an error message")
     explain.add_argument(
         "message", nargs="*", metavar="MESSAGE", help="the message (default: read from standard input)"
     )
@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def train_flags() -> list[Flag]:
-    """Return all flags of `train`: those for a run's settings, and those that only concern this call."""
+    """Return all of `train`'s flags: those for the run's settings, and those that apply only to this call."""
     return [*flags(), *CALL_FLAGS]
 
 
@@ -105,16 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.arguments = others
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if options.command == "plan":  # it needs no torch, whose import would take longer than the plan
+    if options.command == "plan":  # it doesn't need torch, which takes longer to import than the plan does to compute
         return write_plan(options)
-    if options.command == "doctor":  # it has to run even where an import fails
+    if options.command == "doctor":  # it has to run even if an import fails
         return doctor_command(options)
-    if options.command == "explain":  # so does this one, and without waiting for torch
+    if options.command == "explain":  # so does this one, and it shouldn't wait for torch
         return explain_command(options)
-    if problem := _wrong_place(options):  # before torch is loaded, for each rank and each restart
+    if problem := _wrong_place(options):  # checked on every rank, at every restart, before torch is loaded
         return _complain(BAD_INPUT, problem)
     from fsdp_helpers.checkpointing.folder import CheckpointError
-    from fsdp_helpers.data.mnist import DataError
+    from fsdp_helpers.data.source import DataError
     from fsdp_helpers.progress import in_lines
     from fsdp_helpers.ranks.launch import RankError
 
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run `main` in its own process, and exit with its status.
+    """Run `main`, then exit this process with the status it returns.
 
     A rank under torchrun exits without Python's cleanup, like `launch`'s ranks: gloo's threads outlive their group, and
     if one of them releases a tensor while Python is shutting down, the process aborts.
@@ -139,7 +139,7 @@ def run() -> NoReturn:
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the program that read the output, such as `head`, has stopped reading
+    except BrokenPipeError:  # the program reading the output, such as `head`, has closed its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for whatever Python flushes at exit
         status = FAILED
     except KeyboardInterrupt:  # in the first seconds, while torch is being loaded
@@ -159,7 +159,7 @@ def run() -> NoReturn:
 
 
 def _wrong_place(options: argparse.Namespace) -> str:
-    """Return what's wrong with torchrun's environment variables; "" if nothing is, or without torchrun."""
+    """Return what's wrong with torchrun's environment variables, or "" if they're fine or torchrun isn't used."""
     from fsdp_helpers.training.torchrun import read_place, started_as_rank
 
     if options.command == "train" and started_as_rank():

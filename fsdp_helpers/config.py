@@ -1,7 +1,7 @@
 """The settings of a run, checked before any process starts.
 
-Everything about a setting is in its field of `TrainConfig`: its default, choices and meaning, and whether it changes
-the losses. The command line, `--help` and the check of a resumed run all read it from there.
+Everything about a setting is declared in its `TrainConfig` field: its default, choices and meaning, and whether it
+changes the losses. The command line, `--help` and the check of a resumed run all read it from there.
 """
 
 from dataclasses import Field, dataclass, field, fields
@@ -45,7 +45,7 @@ def setting(
         "choices": choices,
         "at_least_one": at_least_one,
         "changes_losses": changes_losses,
-        "placeholder": placeholder,  # stands for the value in --help
+        "placeholder": placeholder,  # shown for the value in --help
         "flag": flag,
         "factor": factor,
     }
@@ -63,12 +63,12 @@ class TrainConfig:
     strategy: str = setting("local", "how work and state are divided among ranks", choices=STRATEGIES)
     api: str = setting("fsdp2", "FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
     min_num_params: int = setting(
-        20_000, "make each module with at least N parameters a unit (for auto-wrap and recomputing)"
+        20_000, "make each module with at least N parameters a unit (for auto-wrap and recomputation)"
     )
     sharding: str = setting(
         "full",
         "shard everything (full, ZeRO-3); the same, but keep parameters unsharded until backward is done (grad-op); "
-        "everything within each of two groups (hybrid); or nothing (none, fsdp1)",
+        "shard within each of two groups of ranks (hybrid); or shard nothing (none, fsdp1 only)",
         choices=SHARDING,
     )
     reshard_after_forward: bool = setting(
@@ -100,7 +100,7 @@ class TrainConfig:
     )
     activation_checkpointing: str = setting(
         "none",
-        "recompute activations in backward: everything in each unit (units), or all but matrix products (selective)",
+        "recompute activations in backward: everything in each unit (units), or all except matrix products (selective)",
         choices=ACTIVATION_CHECKPOINTING,
     )
     micro_batches: int = setting(
@@ -117,7 +117,9 @@ class TrainConfig:
     clip_norm: float | None = setting(
         None, "scale gradients down if the norm of the model's full gradient exceeds X", changes_losses=True
     )
-    data_dir: str | None = setting(None, "folder with MNIST (default: FSDP_DATA_DIR, else data/ in the project's root)")
+    data_dir: str | None = setting(
+        None, "folder with MNIST (default: FSDP_DATA_DIR if set, otherwise data/ in the project's root)"
+    )
     text: str | None = setting(
         None,
         "llama: train on the bytes of this text (default: the reference texts included with Python)",
@@ -145,7 +147,7 @@ class TrainConfig:
         """Return True if gradients are reduced after every micro-batch, False if only once, after the last.
 
         With sharded parameters, gradients that aren't reduced yet are full gradients, 4 bytes per parameter of the
-        model. With DDP, they're full anyway. FSDP1 can't add up shards that it has moved to the host.
+        model. With DDP, they're full anyway. FSDP1 can't accumulate shards that it has moved to the host.
         """
         if self.sync_micro_batches is not None:
             return self.sync_micro_batches
@@ -168,7 +170,7 @@ class TrainConfig:
             raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
         for name in ("text", "sample", "export"):
             if getattr(self, name) is not None and not self.learns_text:
-                raise ValueError(f"{name} belongs to model 'llama', but model is {self.model!r}; leave it out")
+                raise ValueError(f"{name} is only for model 'llama', but model is {self.model!r}; leave it out")
         self._check_api()
         self._check_resharding()
         self._check_levers()
@@ -183,11 +185,11 @@ class TrainConfig:
     def _check_api(self) -> None:
         if self.bucket_view and self.strategy != "ddp":
             raise ValueError(
-                f"bucket_view belongs to DDP, but strategy is {self.strategy!r}; use 'ddp', or leave it out"
+                f"bucket_view is a DDP setting, but strategy is {self.strategy!r}; use 'ddp', or leave it out"
             )
         if not self.is_sharded:
             if (self.sharding, self.backward_prefetch) != ("full", "pre"):
-                raise ValueError(f"sharding and backward_prefetch belong to FSDP, but strategy is {self.strategy!r}")
+                raise ValueError(f"sharding and backward_prefetch are FSDP settings, but strategy is {self.strategy!r}")
         elif self.api == "fsdp2" and self.sharding == "none":
             raise ValueError("sharding 'none' exists in FSDP1 only; with fsdp2 use strategy 'ddp' for full copies")
         elif self.api == "fsdp2" and self.backward_prefetch != "pre":
@@ -198,17 +200,16 @@ class TrainConfig:
     def _check_resharding(self) -> None:
         kept = [name for name in ("reshard_after_forward", "reshard_after_backward") if not getattr(self, name)]
         if kept and not self.is_sharded:
-            raise ValueError(f"{kept[0]} belongs to FSDP2, but strategy is {self.strategy!r}; leave it out")
+            raise ValueError(f"{kept[0]} is an FSDP2 setting, but strategy is {self.strategy!r}; leave it out")
         if kept and self.api == "fsdp1":
             raise ValueError(
-                f"{kept[0]} belongs to FSDP2; in FSDP1, sharding 'grad-op' keeps parameters unsharded until the last "
-                "backward"
+                f"{kept[0]} is an FSDP2 setting; in FSDP1, sharding 'grad-op' keeps parameters unsharded until the "
+                "last backward"
             )
         if not self.reshard_after_backward and self.micro_batches == 1:
             raise ValueError(
                 "without reshard_after_backward, parameters stay unsharded from one micro-batch to the next, but "
-                "micro_batches is 1; "
-                "use 2 or more"
+                "micro_batches is 1; use 2 or more"
             )
 
     def _check_levers(self) -> None:
@@ -221,14 +222,14 @@ class TrainConfig:
             raise ValueError("sync_micro_batches needs several micro-batches, but micro_batches is 1; use 2 or more")
         if self.sync_micro_batches and (self.strategy, self.api) == ("fsdp-offload", "fsdp1"):
             raise ValueError(
-                "FSDP1 cannot add up gradients that it has moved to the host: with CPU offload, leave out "
+                "FSDP1 can't accumulate gradients that it has moved to the host: with CPU offload, leave out "
                 "sync_micro_batches, or use api 'fsdp2'"
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
             raise ValueError(f"clip_norm is {self.clip_norm}; it must be a number above zero")
 
     def check_device(self, device: str) -> None:
-        """Raise ValueError if `device` ("cpu" or "cuda") cannot run this configuration."""
+        """Raise ValueError if this configuration can't run on `device` ("cpu" or "cuda")."""
         if self.strategy == "fsdp-offload" and self.api == "fsdp1" and device == "cpu":
             raise ValueError(
                 "FSDP1's CPUOffload keeps parameters in pinned host memory, and pinning needs an accelerator; "
@@ -236,7 +237,7 @@ class TrainConfig:
             )
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError if `world_size` ranks cannot run this configuration."""
+        """Raise ValueError if this configuration can't run on `world_size` ranks."""
         _require_at_least_one("world_size", world_size)
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
@@ -282,12 +283,12 @@ class TrainConfig:
         used = self.train_images or train_images
         if used < self.global_batch_size:
             raise ValueError(
-                f"{used} training {self.item}s do not fill one global batch of {self.global_batch_size}; "
+                f"{used} training {self.item}s don't fill one global batch of {self.global_batch_size}; "
                 f"use a smaller global_batch_size or more training {self.item}s"
             )
 
 
-# The settings that the loss of the next step depends on, with their defaults.
+# The settings that the next step's loss depends on, with their defaults.
 LOSS_SETTINGS = {one.name: one.default for one in fields(TrainConfig) if one.metadata["changes_losses"]}
 
 

@@ -1,7 +1,7 @@
-"""This machine's GPUs: counted and tested in a separate process, and hidden from everything that runs on the CPU.
+"""This machine's GPUs: counted and tested in a separate process, set up, and hidden from what runs on the CPU.
 
 torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in a mesh's group, and in
-every optimizer step. GPUs can only be hidden before torch has looked for them, since torch and the driver remember the
+every optimizer step. GPUs can be hidden only before torch has looked for them, since torch and the driver remember the
 result. So a process that may still run on the CPU never looks for them itself.
 """
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the variable, and its value that hides every GPU
 DRIVER = "libcuda.so.1"
@@ -41,7 +42,7 @@ class Gpus:
 
 
 def find_gpus(wanted: int = 0) -> Gpus:
-    """Count the GPUs; if there are at least `wanted` of them, and that's not 0, also try to compute on the first.
+    """Count the GPUs; if `wanted` isn't 0 and there are at least that many, also try a computation on the first.
 
     The first call takes as long as loading torch; without a driver, calls cost nothing.
     """
@@ -51,7 +52,7 @@ def find_gpus(wanted: int = 0) -> Gpus:
 def choose_device(device: str, ranks_on_this_machine: int) -> str:
     """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA if there's a usable GPU per rank.
 
-    This process doesn't touch a GPU here. Raises ValueError for any other device, and for "cuda" if there are more
+    No GPU is touched from this process. Raises ValueError for any other device, and for "cuda" if there are more
     ranks than CUDA devices, or if torch can't use them.
     """
     if device not in ("auto", "cpu", "cuda"):
@@ -62,14 +63,37 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
     if device == "auto":
         return "cuda" if 1 <= ranks_on_this_machine <= gpus.count and not gpus.problem else "cpu"
     if ranks_on_this_machine > gpus.count:
-        hidden = f" that {VISIBLE} does not hide" if are_hidden() else ""
+        hidden = f" that {VISIBLE} doesn't hide" if are_hidden() else ""
         raise ValueError(
             f"{ranks_on_this_machine} ranks need {ranks_on_this_machine} CUDA devices, but this machine has {gpus.count}"
             f"{hidden}; use device 'cpu', or fewer ranks"
         )
     if gpus.problem:
-        raise ValueError(f"torch cannot use the GPU of this machine ({gpus.problem}); use device 'cpu'")
+        raise ValueError(f"torch can't use this machine's GPU ({gpus.problem}); use device 'cpu'")
     return device
+
+
+def device_name(device: Any) -> str:
+    """Return a torch.device in words: the GPU's name, or the number of CPU cores."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
+
+
+def compute_repeatably() -> None:
+    """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is requested.
+
+    The series compares runs bitwise (06) or to 1e-5. By default, cuDNN may choose a different algorithm in the next
+    run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's 23
+    mantissa bits. All of that is faster, so keep the defaults for runs you don't need to compare. Call this before the
+    first use of the GPU.
+    """
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # NVIDIA's documentation: repeatable with several streams
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False  # torch's default
 
 
 def hide_gpus() -> None:
@@ -80,7 +104,7 @@ def hide_gpus() -> None:
 
 
 def unhide_gpus() -> None:
-    """Undo `hide_gpus` for processes started from now on, and restore the setting from before."""
+    """Undo `hide_gpus` for processes started from now on, by restoring the variable's earlier value."""
     if _hidden:
         before = _hidden.pop()
         if before is None:
@@ -90,12 +114,12 @@ def unhide_gpus() -> None:
 
 
 def are_hidden() -> bool:
-    """Return True if the environment hides every GPU."""
+    """Return True if the environment variable hides all GPUs."""
     return os.environ.get(VISIBLE) == NONE
 
 
 def _may_have_gpus() -> bool:
-    """Return False if there can't be a GPU; this doesn't ask the driver."""
+    """Return False if there can't be a GPU, without asking the driver."""
     import torch
 
     if are_hidden() or not torch.backends.cuda.is_built():
@@ -113,7 +137,7 @@ def _may_have_gpus() -> bool:
 def _ask_a_child(wanted: int, visible: str | None) -> Gpus:
     """Run TRIAL in a child process, once for each combination of `wanted` and visible devices; return what it found."""
     command = [sys.executable, "-c", TRIAL, str(wanted)]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # since the child isn't a rank
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # the child isn't a rank
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRIAL_S, check=False)
     except subprocess.TimeoutExpired:

@@ -1,14 +1,14 @@
-"""Working in a notebook: outputs that are replaced in place, and modules that the reader edits."""
+"""Working in a notebook: outputs that update in place, and modules that the reader edits."""
 
 import importlib
 import sys
 from pathlib import Path
 
-_seen: dict[str, tuple[int, int]] = {}  # module name -> its file's time of change and its size, when last checked
+_seen: dict[str, tuple[int, int]] = {}  # module name -> its file's modification time (ns) and size when last checked
 
 
 def is_notebook() -> bool:
-    """Return True in a Jupyter kernel, whatever shows its output: JupyterLab, nbconvert, an editor."""
+    """Return True in a Jupyter kernel, no matter what shows its output: JupyterLab, nbconvert, an editor."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython
@@ -18,13 +18,13 @@ def is_notebook() -> bool:
 
 
 class InPlace:
-    """An output that is shown once and replaced from then on; a saved notebook keeps its last state."""
+    """An output that's displayed once and then updated in place; a saved notebook keeps its last state."""
 
     def __init__(self) -> None:
         self._handle = None
 
     def show(self, data: dict[str, str] | str, metadata: dict | None = None) -> None:
-        """Show `data`, which is a text or a dict of the output's contents by MIME type."""
+        """Show `data`: plain text, or a dict from MIME types to contents."""
         from IPython.display import display
 
         data = {"text/plain": data} if isinstance(data, str) else data
@@ -35,10 +35,10 @@ class InPlace:
 
 
 def follow_edits() -> None:
-    """In a notebook, before each cell from now on, forget edited modules next to it, so that imports read them again.
+    """In a notebook, from now on, forget edited modules in its folder before each cell, so that imports reload them.
 
-    Python imports a module once. A rank is a new process and sees every edit, but the kernel would keep the old module,
-    and `from my_worker import second` would fail if %%writefile has added `second` since.
+    Python imports a module only once. A rank is a new process and sees every edit, but the kernel keeps the old module,
+    and `from my_worker import second` would fail if %%writefile had added `second` since.
     """
     if is_notebook():
         from IPython import get_ipython

@@ -16,7 +16,7 @@ from fsdp_helpers.notebook import InPlace, is_notebook
 
 SECONDS_BETWEEN_REPORTS = 0.1
 SECONDS_BETWEEN_LINES = 5.0
-# There's no rate in steps per second, because time for evaluating or saving would count as part of a step.
+# There's no rate in steps per second, because it would include the time for evaluating and saving.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 Item = TypeVar("Item")
 
@@ -43,15 +43,15 @@ def send_reports_to(sink: Callable[[Report], None] | None) -> None:
 
 
 def wants_report(done: int, total: int) -> bool:
-    """Return True if a report would be drawn now, as the first and last always are; ask before costly details."""
+    """Return True if a report would be drawn now (the first and last always are); ask before computing its details."""
     is_end = done in (0, total)
     return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
 
 
 def report(done: int, total: int, *what: Any) -> None:
-    """Report that `done` of `total` steps are done, with a Report's other fields; at most ten a second are sent.
+    """Report that `done` of `total` steps are done, with a Report's other fields; send at most ten reports a second.
 
-    If a first step takes long, report 0 before it: the bar's clock starts at the first report.
+    If the first step takes long, report 0 before it: the bar's clock starts at the first report.
     """
     global _last_report_s
     if wants_report(done, total):
@@ -114,13 +114,11 @@ class ProgressBar:
         self._began_s = self._line_s = time.monotonic()
         self._title, self._bar = "", None
 
-    def start(self, what: str, why: str = "") -> None:
-        """Say at once that work is starting, and `why` that may take long; the first report replaces this line."""
+    def start(self, what: str) -> None:
+        """Say immediately that work is starting; the first report replaces this line."""
         if self._bar is None and self._starting is None:
             self._starting = what
             self._draw(bar_format="{desc}", desc=f"{what}: starting")
-        if why and self._starting is not None:
-            self._bar.set_description_str(f"{self._starting}: starting ({why})")
 
     def running(self) -> None:
         """Say that the work is running, unless it has already sent a report."""
@@ -128,7 +126,7 @@ class ProgressBar:
             self._bar.set_description_str(f"{self._starting}: running")
 
     def update(self, report: Report, rank: int = 0) -> None:
-        """Draw a report. Ranks run in step with one another, so only rank 0's reports are drawn."""
+        """Draw a report. Ranks run in lockstep, so only rank 0's reports are drawn."""
         if rank != 0:
             return
         if self._starting is not None or report.title != self._title or report.done < self._bar.n:
@@ -158,7 +156,7 @@ class ProgressBar:
             print(f"{report.title}: {report.done} of {report.total}{details}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Remove the bar. In a notebook, its last state stays or, for work without reports, the time it took."""
+        """Remove the bar; in a notebook, leave its last state or, for work without reports, the time it took."""
         if self._bar is not None:
             if self._starting is not None:
                 seconds = time.monotonic() - self._began_s
@@ -168,7 +166,7 @@ class ProgressBar:
 
 
 class _Page:
-    """A stand-in for the terminal that tqdm writes to: one line of a notebook's output, replaced in place."""
+    """A file that tqdm can write to as if it were a terminal: one line of a notebook's output, updated in place."""
 
     encoding = "utf-8"
 
@@ -179,7 +177,7 @@ class _Page:
         return True
 
     def write(self, text: str) -> None:
-        text = text.replace("\x1b[A", "").strip("\r\n ")  # tqdm's moves of the cursor, and line ends
+        text = text.replace("\x1b[A", "").strip("\r\n ")  # remove tqdm's cursor movements and line endings
         if text and text != self._text:
             self._text = text
             self._output.show(text)
@@ -189,7 +187,7 @@ class _Page:
 
 
 def print_above_bar(text: str, stream: TextIO) -> None:
-    """Print a line above the bar that's on screen, if there is one."""
+    """Print a line above the progress bar, if one is on screen."""
     with tqdm.external_write_mode(file=stream):
         print(text, file=stream, flush=True)
 

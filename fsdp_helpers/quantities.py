@@ -1,4 +1,4 @@
-"""Formatting of bytes, seconds and counts, used everywhere in the package. 1 MB is always 10^6 bytes."""
+"""Format bytes, seconds and counts, everywhere in the package. 1 MB is always 10^6 bytes."""
 
 KB, MB, GB = 10**3, 10**6, 10**9
 
@@ -13,7 +13,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def in_mb(num_bytes: float) -> str:
-    """Return bytes as a number of MB without the unit, as figures show them: 43.4, 1,422.6."""
+    """Return bytes in MB, without the unit, as figures show them: 43.4, 1,422.6."""
     return f"{num_bytes / MB:,.1f}"
 
 

@@ -1,4 +1,4 @@
-"""The results of a run: frozen records, plain enough to cross a process boundary or be saved as JSON."""
+"""The results of a run: frozen records, simple enough to send between processes or to save as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from fsdp_helpers.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes one rank holds as its own state between two training steps."""
+    """The bytes of a rank's own state, which it holds between two training steps."""
 
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int  # Adam: two moments per parameter, without its step counters (4 bytes per tensor)
+    optimizer_bytes: int  # Adam's two moments per parameter; its step counters (4 bytes per tensor) don't count
 
     @property
     def total_bytes(self) -> int:
@@ -31,7 +31,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCurve:
-    """Bytes allocated on the training device over time, as a staircase.
+    """Bytes allocated on the training device over time, as a step function.
 
     `allocated_bytes[i]` holds from `times_s[i]` until `times_s[i + 1]`; times count from the first point.
     """
@@ -59,7 +59,7 @@ class MemoryCurve:
 class Collective:
     """One collective operation as one rank saw it.
 
-    `bytes` is the size of the full tensor, padding included; `sent_bytes` are the bytes this rank sends for it in a
+    `bytes` is the size of the full tensor, padding included; `sent_bytes` is what this rank sends for it in a
     ring, by the formula in `planning/traffic.py`.
     """
 
@@ -72,7 +72,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """All collectives of one kind in a step: the bytes of the full tensors, and the bytes this rank sends for them."""
+    """All of a step's collectives of one kind: the full tensors' bytes, and the bytes this rank sends for them."""
 
     op: str
     count: int
@@ -82,10 +82,10 @@ class CollectiveCount:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """The bytes that one rank kept, held and sent at a steady step.
+    """The bytes of one rank's state, and the memory and collectives of a steady step.
 
-    `held_bytes` and `peak_bytes` are None, and `collectives` is empty, for a run of a single step:
-    its only step isn't a steady one.
+    If the run has only one step, which isn't steady, then `held_bytes` and `peak_bytes` are None, and `collectives` is
+    empty.
     """
 
     rank: int
@@ -99,11 +99,11 @@ class RankRecord:
 
     @property
     def sent_bytes(self) -> int:
-        """Return the bytes that this rank sends in a step, all collectives together."""
+        """Return the bytes that this rank sends in a step, over all collectives."""
         return sum(seen.sent_bytes for seen in self.collectives)
 
     def count(self, op: str | None = None) -> int:
-        """Return the number of collectives in a step: those of the kind `op`, or all of them."""
+        """Return the number of collectives in a step, counting only those of kind `op` if it's given."""
         return sum(seen.count for seen in self.collectives if op in (None, seen.op))
 
 
@@ -113,7 +113,7 @@ class StepTrace:
 
     curve: MemoryCurve
     collectives: tuple[Collective, ...]
-    began_s: float = 0.0  # on the clock of `time.perf_counter()`; all other times count from here
+    began_s: float = 0.0  # on the clock of `time.perf_counter()`; all other times are relative to this one
     reserved_bytes: int | None = None  # the most that CUDA's allocator had reserved so far; None on the CPU
 
 
@@ -138,14 +138,14 @@ def largest_difference(losses: Sequence[float], others: Sequence[float]) -> floa
     Raises ValueError if they have different numbers of steps.
     """
     if len(losses) != len(others) or not losses:
-        raise ValueError(f"{len(losses)} steps cannot be compared with {len(others)}")
+        raise ValueError(f"{len(losses)} steps can't be compared with {len(others)}")
     differences = [abs(one - other) for one, other in zip(losses, others, strict=True)]
     return max(differences, key=lambda difference: (math.isnan(difference), difference))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One training run, the same on every rank."""
+    """The record of one training run, the same on every rank."""
 
     config: TrainConfig
     data_source: str
@@ -172,7 +172,7 @@ class RunRecord:
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Return why a run took fewer steps than `max_steps`, or none, and what to do; None for any other run."""
+        """Return why the run took fewer steps than `max_steps`, or none at all, and what to do; otherwise, None."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
@@ -184,7 +184,7 @@ class RunRecord:
         return None
 
     def to_json(self) -> dict:
-        """Return the record as the command line writes it, without memory curves."""
+        """Return the record as the command line writes it, without the traces."""
         fields = asdict(self)
         del fields["traces"]
         return fields
@@ -202,8 +202,8 @@ class SavingRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
-    """One rung of the ladder of memory levers: the previous rung plus one more change, measured on rank 0."""
+class LeverResult:
+    """The result of adding one memory lever to those before it, measured on rank 0 (notebook 07)."""
 
     name: str
     strategy: str

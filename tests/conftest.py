@@ -33,7 +33,7 @@ from leftovers import (
 )
 from torchvision.datasets import MNIST
 
-from fsdp_helpers.data.images import offline
+from fsdp_helpers.data.source import offline
 
 PACKED_MNIST = PROJECT.parent / "shared" / "mnist"  # where a workplace may keep the four packed files
 OFFLINE = offline()  # asked for once: the tests themselves start without the variable
@@ -113,7 +113,7 @@ def nothing_left(temporary_folder):
         processes = processes_of_this_session(shared_processes)
         end_processes(set(processes))
         assert processes == {}, "these processes were left, and are ended now"
-    shared_folders = {Path(ranks.folder).name for ranks in ranks_before}
+    shared_folders = {Path(ranks._processes.folder.name).name for ranks in ranks_before}
     files = set(os.listdir(temporary_folder)) - files_before - shared_folders
     for path in (Path(temporary_folder, name) for name in files):
         shutil.rmtree(path) if path.is_dir() else path.unlink()

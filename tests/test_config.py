@@ -34,18 +34,18 @@ def test_defaults_are_valid_and_frozen():
         ({"strategy": "fsdp", "sharding": "some"}, "unknown sharding 'some'"),
         ({"strategy": "fsdp", "backward_prefetch": "later"}, "unknown backward_prefetch 'later'"),
         ({"min_num_params": -1}, "min_num_params is -1; it must be 0 or more"),
-        ({"strategy": "ddp", "sharding": "grad-op"}, "belong to FSDP, but strategy is 'ddp'"),
+        ({"strategy": "ddp", "sharding": "grad-op"}, "are FSDP settings, but strategy is 'ddp'"),
         (
             {"strategy": "fsdp", "bucket_view": True},
-            "belongs to DDP, but strategy is 'fsdp'; use 'ddp', or leave it out",
+            "is a DDP setting, but strategy is 'fsdp'; use 'ddp', or leave it out",
         ),
         (
             {"strategy": "ddp", "reshard_after_forward": False},
-            "reshard_after_forward belongs to FSDP2, but strategy is 'ddp'; leave it out",
+            "reshard_after_forward is an FSDP2 setting, but strategy is 'ddp'; leave it out",
         ),
         (
             {"strategy": "fsdp", "api": "fsdp1", "micro_batches": 2, "reshard_after_backward": False},
-            "reshard_after_backward belongs to FSDP2; in FSDP1, sharding 'grad-op' keeps parameters",
+            "reshard_after_backward is an FSDP2 setting; in FSDP1, sharding 'grad-op' keeps parameters",
         ),
         ({"strategy": "fsdp", "reshard_after_backward": False}, "micro_batches is 1; use 2 or more"),
         ({"strategy": "fsdp", "sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
@@ -203,7 +203,7 @@ def test_more_images_than_there_are():
 def test_data_must_fill_one_batch():
     config = TrainConfig(global_batch_size=256, train_images=300)
     config.check_data_size("mnist", 60_000, 10_000)  # 300 of them
-    with pytest.raises(ValueError, match="255 training images do not fill one global batch of 256"):
+    with pytest.raises(ValueError, match="255 training images don't fill one global batch of 256"):
         config = TrainConfig(global_batch_size=256)
         config.check_data_size("mine", 255, 10)
     with pytest.raises(ValueError, match="100 training images"):

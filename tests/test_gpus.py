@@ -86,7 +86,7 @@ def test_a_child_counts_and_tries(trial, found, monkeypatch):
         ("cuda", 2, Gpus(2), "cuda"),
         ("cpu", 2, Gpus(2), "cpu"),
         ("cuda", 2, Gpus(1), "2 ranks need 2 CUDA devices, but this machine has 1; use device 'cpu', or fewer ranks"),
-        ("cuda", 2, Gpus(2, "too old"), r"torch cannot use the GPU of this machine \(too old\); use device 'cpu'"),
+        ("cuda", 2, Gpus(2, "too old"), r"torch can't use this machine's GPU \(too old\); use device 'cpu'"),
     ],
 )
 def test_the_choice_of_a_device(device, num_ranks, found, expected, monkeypatch):
@@ -100,7 +100,7 @@ def test_the_choice_of_a_device(device, num_ranks, found, expected, monkeypatch)
 
 def test_a_hidden_gpu_is_called_hidden():
     hide_gpus()
-    with pytest.raises(ValueError, match="this machine has 0 that CUDA_VISIBLE_DEVICES does not hide"):
+    with pytest.raises(ValueError, match="this machine has 0 that CUDA_VISIBLE_DEVICES doesn't hide"):
         gpus.choose_device("cuda", 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from leftovers import PROJECT
 from nbclient import NotebookClient
 
-from fsdp_helpers.data.images import offline
+from fsdp_helpers.data.source import offline
 from fsdp_helpers.teaching.page.this_machine import private_bytes
 
 NUMBERS = ("00", "01", "02", "03", "06", "07")

@@ -26,7 +26,7 @@ def test_the_largest_difference_of_losses():
     record = replace(tiny_record(), step_losses=(1.0, 2.0))
     assert record.largest_difference([1.0, 2.25]) == record.largest_difference(replace(record, step_losses=(0.75, 2.0)))
     for others in ([1.0], []):
-        with pytest.raises(ValueError, match=f"2 steps cannot be compared with {len(others)}"):
+        with pytest.raises(ValueError, match=f"2 steps can't be compared with {len(others)}"):
             record.largest_difference(others)
 
 

@@ -24,8 +24,8 @@ from torchvision.datasets import MNIST
 
 from fsdp_helpers.checkpointing import checkpoint, resume
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data import mnist
-from fsdp_helpers.data.images import prepare_data
+from fsdp_helpers.data import source
+from fsdp_helpers.data.source import prepare_data
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.measuring.offload_copies import trace_copies
@@ -167,7 +167,7 @@ def gradients_held_back(rank, world_size):
 
 def prepare_together(rank, world_size, folder, url, resources, files):
     """Every rank asks for the data at the same moment; the mirror, and what it should have, are a test's."""
-    MNIST.mirrors, MNIST.resources, mnist.MNIST_FILES = [url], resources, files
+    MNIST.mirrors, MNIST.resources, source.MNIST_FILES = [url], resources, files
     dist.barrier()
     return prepare_data(folder)
 

@@ -1,1 +1,1 @@
-"""Checkpoints: training state that's saved atomically and loaded without running any code from the files."""
+"""Checkpoints: training state, saved atomically and loaded without running any code from the files."""

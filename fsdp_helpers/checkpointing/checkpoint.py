@@ -1,8 +1,8 @@
 """`save` and `load` the full state of any training loop, atomically, as one folder.
 
-Every rank writes its shards to its own file, and rank 0 writes an index of all shards; if the ranks have full copies
-(DDP), they share the work of writing one. Everything else is in `state.pt`, which `torch.load(weights_only=True)`
-reads, so loading never runs code.
+Every rank writes its shards to its own file, and rank 0 writes an index of all shards; if every rank has a full copy
+(DDP), they divide the work of writing one. Everything else is in `state.pt`, which is read with
+`torch.load(weights_only=True)`, so loading never runs code.
 """
 
 import io
@@ -64,29 +64,29 @@ def save(
     wait: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Future | None:
-    """Save a training state as `folder`, which must be new or empty. Every rank has to call this and writes its shards.
+    """Save a training state as `folder`, which must be new or empty. Every rank calls this, and writes its shards.
 
     Args:
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, along with rank 0's copy of its buffers.
-        optimizer: its state and its current settings, such as the learning rate.
-        extra: whatever else the loop needs to continue, such as counters or `schedule.state_dict()`; rank 0's copy is saved. It may contain numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
-        settings: JSON for `checkpoint.json`, for people to read; `load` ignores it.
-        wait: False returns a Future as soon as the state is copied, and a thread then writes the copy. The checkpoint isn't complete until `result()` has returned on some rank.
-        group: a process group for that thread alone, needed if there are several ranks: `dist.new_group(backend="gloo")`. In the group used for training, its collectives could get mixed up with the step's.
+        optimizer: its state is saved, along with its current settings, such as the learning rate.
+        extra: anything else the loop needs to continue, such as counters or `schedule.state_dict()`; rank 0's copy is saved. It may contain numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
+        settings: a dict that's written to `checkpoint.json` for people to read; `load` ignores it.
+        wait: if False, return a Future as soon as the state has been copied; a thread then writes the copy. The checkpoint isn't complete until `result()` has returned on at least one rank.
+        group: a process group for that thread alone, required if there are several ranks: `dist.new_group(backend="gloo")`. In the group used for training, the thread's collectives could get mixed up with the step's.
 
-    Raises CheckpointError on every rank if one of them can't write; then there's no `folder`. Raises ValueError if
+    Raises CheckpointError on every rank if any rank can't write; then `folder` isn't created. Raises ValueError if
     `extra` isn't plain data.
     """
     path = Path(folder).absolute()
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise CheckpointError(f"{path} already exists; choose a different name, such as {checkpoint_name(20)}")
+        raise CheckpointError(f"{path} already exists; choose another name, such as {checkpoint_name(20)}")
     if not wait and group is None and num_ranks() > 1:
         raise ValueError('saving in the background needs its own process group: group=dist.new_group(backend="gloo")')
     tensors, plain = _content(model, optimizer, extra)
     unfinished = begin(path)
     if this_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
-    gather_over_ranks("it is gone")  # every rank waits for that before one creates the folder again
+    gather_over_ranks(None)  # no rank creates the folder again until the old one is gone
     writer = dcp.FileSystemWriter(unfinished)
     description = {"step": step_of(path), "world_size": num_ranks(), "settings": settings or {}}
     with ignore_single_process_warnings():
@@ -96,15 +96,15 @@ def save(
         written = dcp.async_save(tensors, storage_writer=writer, process_group=group)
     thread = ThreadPoolExecutor(max_workers=1)
     future = thread.submit(_finish, written.result, unfinished, plain, description, group)
-    thread.shutdown(wait=False)  # ends the thread after this one task
+    thread.shutdown(wait=False)  # the thread ends after this one task
     return future
 
 
 def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> tuple[dict[str, Tensor], bytes]:
-    """Collect the data that this rank writes: tensors by name, and everything else as the content of `state.pt`.
+    """Return the data that this rank writes: tensors by name, and everything else as the content of `state.pt`.
 
-    Under FSDP1, torch unshards the state to shard it by rows instead, so a save temporarily allocates more than the
-    full state.
+    Under FSDP1, torch unshards the state and then shards it again by rows, so saving temporarily allocates more than
+    the full state.
     """
     is_new = optimizer is not None and all(gather_over_ranks(not optimizer.state))
     state = read_state(model, optimizer)
@@ -117,13 +117,13 @@ def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: A
         "values": {name: value for name, value in values.items() if name not in tensors},
         "extra": extra,
     }
-    if this_rank() > 0:  # buffers that differ between ranks are rank 0's, all of them
+    if this_rank() > 0:  # buffers may differ between ranks, and only rank 0's are saved
         tensors = {name: tensor for name, tensor in tensors.items() if name.removeprefix("model.") not in state.buffers}
     return tensors | random_state(this_rank()), _packed(plain)
 
 
 def _packed(plain: dict[str, Any]) -> bytes:
-    """Return the content of `state.pt`, as of now, as bytes. Raises ValueError for objects `load` would refuse."""
+    """Return the current content of `state.pt` as bytes. Raises ValueError for objects that `load` would refuse."""
     written = io.BytesIO()
     try:
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves(plain)):
@@ -132,7 +132,7 @@ def _packed(plain: dict[str, Any]) -> bytes:
         torch.load(io.BytesIO(written.getvalue()), weights_only=True)
     except (pickle.UnpicklingError, pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            "a checkpoint holds numbers, text, lists, dicts and full tensors, but no other objects "
+            "a checkpoint can hold numbers, text, lists, dicts and full tensors, but no other objects "
             f"({_first_line(error)}). In `extra`, pass an object's state_dict(), a number, or a tensor"
         ) from error
     return written.getvalue()
@@ -154,10 +154,10 @@ def _finish(
     description: dict[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Wait until every rank has written; rank 0 then renames the folder, and every rank learns whether that worked."""
+    """Write this rank's data; rank 0 then renames the folder. Raises CheckpointError on every rank if any fails."""
     failure = None
     try:
-        with failures_named(unfinished, "write its part"):
+        with failures_named(unfinished, "write its shards"):
             write()
         if this_rank() == 0:
             with whole_file(unfinished / STATE) as file:
@@ -170,7 +170,7 @@ def _finish(
         dist.all_gather_object(failures, failure, group=group)
     if failure := next(filter(None, [failure, *failures]), None):
         if this_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)  # makes room for others if the disk is full
+            shutil.rmtree(unfinished, ignore_errors=True)  # makes room in case the disk is full
         raise CheckpointError(f"nothing was saved: {failure}")
 
 
@@ -178,15 +178,15 @@ def _finish(
 
 
 def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Load a training state that `save` saved, under any strategy and on any number of ranks; return its `extra`.
+    """Load a training state written by `save`, under any strategy and on any number of ranks; return its `extra`.
 
     Every rank has to call this, with the model and optimizer as they are before the first step, and reads only its own
-    shards. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, of which the newest is
-    loaded. The optimizer gets its settings too, the learning rate among them, but keeps its current implementation
-    (`fused`, `foreach`). Ranks that saved a random state get it back; additional ranks get random streams that no rank
-    has drawn from yet. Tensors in `extra` come back in host memory.
+    shards. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, from which the newest is
+    loaded. The optimizer's settings, including the learning rate, are restored, except for its implementation (`fused`,
+    `foreach`). Ranks that saved a random state get it back; additional ranks get random streams that no rank has drawn
+    from yet. Tensors in `extra` come back in host memory.
 
-    Raises CheckpointError if there is no complete checkpoint, or if it holds a different model.
+    Raises CheckpointError if there's no complete checkpoint, or if it's of a different model.
     """
     path = find_newest(Path(folder)) or Path(folder)
     checkpoint = read_checkpoint(path)
@@ -201,10 +201,10 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     as_many = checkpoint.world_size == num_ranks()
     random = _empty(stored, [RANDOM_STATE.format(0), *(random_state(this_rank()) if as_many else ())])
     older = _empty(stored, [name for name in stored if name.startswith(("extra.", "settings.")) and name not in random])
-    with failures_named(path, "read its part"), ignore_single_process_warnings():
+    with failures_named(path, "read its shards"), ignore_single_process_warnings():
         dcp.load({**own, **random, **older}, storage_reader=SafeReader(path))
 
-    plain = _read_plain(path, older)  # with its tensors, if an older version stored them among the others
+    plain = _read_plain(path, older)  # with its tensors, if an older version stored them along with the model's
     found = own | plain["values"]
     put_back(model, optimizer, replace(state, optimizer=_found_again(state.optimizer, found, "optimizer")))
     if optimizer is not None and plain["optimizer"] is not None:
@@ -218,27 +218,27 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     saved = plain["optimizer"]
     if saved is None:
         if not any(name.startswith("optimizer.") for name in stored):
-            raise CheckpointError(f"{path} was saved without an optimizer; load it without an optimizer")
-        return  # saved by a version that left the settings to the configuration
+            raise CheckpointError(f"{path} was saved without an optimizer; load it without one")
+        return  # saved by a version that didn't save the optimizer's settings
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:
         raise CheckpointError(
-            f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters, the optimizer "
-            f"here has {len(here)} of {[*map(len, here)]}, or different ones; build it like the one that was saved"
+            f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters; the optimizer "
+            f"here has {len(here)} of {[*map(len, here)]}, or different parameters; build it as it was for that run"
         )
     kinds = {kind for kept in state.optimizer.values() for kind in kept}
     for name in [*stored, *plain["values"]]:
         if name.startswith("optimizer.") and name not in state.values:
             raise CheckpointError(
-                f"{path} holds {name}, which this optimizer doesn't have; per parameter, it has "
+                f"{path} has {name}, but this optimizer doesn't; for each parameter, it has "
                 f"{', '.join(sorted(kinds)) or 'nothing'}"
             )
 
 
 def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the content of `state.pt`. A checkpoint of an earlier version has a `state.json` instead, or neither.
+    """Return the content of `state.pt`. A checkpoint from an earlier version has `state.json` instead, or neither.
 
-    `older` has the tensors that an earlier version stored next to the model's.
+    `older` has the tensors that an earlier version stored along with the model's.
     """
     if (path / OLDER_STATE).exists():
         return read_state_json(path, older)
@@ -248,20 +248,20 @@ def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any
     try:
         content = torch.load(path / STATE, map_location="cpu", weights_only=True)
         if content.keys() != nothing.keys():
-            raise ValueError(f"it holds {', '.join(content)}")
+            raise ValueError(f"it has the keys {', '.join(content)}")
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{path / STATE} is damaged: {_first_line(error)}") from error
     return content
 
 
 def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, Tensor]:
-    """Allocate, in host memory, those tensors of `names` that are stored."""
+    """Return an uninitialized tensor in host memory for each of `names` that's stored."""
     entries = [stored[name] for name in names if name in stored]
     return {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return `tree`, nested dicts, with each leaf replaced by the value at its path in `found`, or left out."""
+    """Return the nested dicts `tree` with each leaf replaced by the value at its path in `found`, or left out."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

@@ -1,4 +1,4 @@
-"""Turn a sharded checkpoint into one file for a plain model: no process group, and one tensor at a time in memory."""
+"""Turn a sharded checkpoint into one file for a plain model, without a process group and one tensor at a time."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_helpers.checkpointing.folder import DESCRIPTION, CheckpointError, find_newest, read_checkpoint, whole_file
 from fsdp_helpers.checkpointing.shard_index import ShardEntry, TensorEntry, read_index_of_anyone
 
-# safetensors' names for the types that it supports.
+# safetensors' names for the dtypes it supports.
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -34,12 +34,12 @@ SAFETENSORS_TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-CHUNK_BYTES = 2**20  # read at a time, in addition to the tensor
+CHUNK_BYTES = 2**20  # read at a time; this much memory is needed on top of the tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """The tensors that are now in the file, and the entries that were skipped without reading: they aren't tensors."""
+    """The tensors that were written, and the names of the entries that were skipped because they aren't tensors."""
 
     tensors: tuple[TensorEntry, ...]
     skipped: tuple[str, ...]
@@ -49,14 +49,14 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
     """Write a model's tensors from a sharded checkpoint to the file `out`: .safetensors, or .pt for `torch.load`.
 
     `checkpoint` is any folder that `torch.distributed.checkpoint` wrote, or a folder of checkpoints named step-00000020
-    and so on, of which the newest is used. The file gets the tensors whose names begin with `prefix`, without that
-    prefix. A .safetensors file is written with one tensor in memory at a time; a .pt file is built in memory.
+    and so on, from which the newest is used. The file gets the tensors whose names start with `prefix`, which is
+    stripped. A .safetensors file is written with one tensor in memory at a time; a .pt file is built in memory.
 
-    Raises CheckpointError if the checkpoint is incomplete or has no such tensors, ValueError if `out` can't be written.
+    Raises CheckpointError if the checkpoint is incomplete or has no such tensors; ValueError if `out` can't be written.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     if out.suffix not in WRITERS:
-        raise ValueError(f"{out}: choose a name that ends in one of {', '.join(WRITERS)}")
+        raise ValueError(f"{out}: choose a name that ends in {' or '.join(WRITERS)}")
     checkpoint = find_newest(checkpoint) or checkpoint
     if (checkpoint / DESCRIPTION).exists() or not (checkpoint / ".metadata").exists():
         read_checkpoint(checkpoint)  # our own checkpoints record the sizes of their files
@@ -64,25 +64,25 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
     tensors = {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
     if not tensors:
         raise CheckpointError(
-            f"{checkpoint} has no tensor whose name begins with {prefix!r}; it has, for example, "
+            f"{checkpoint} has no tensor whose name starts with {prefix!r}; it has, for example, "
             f"{', '.join(entry.name for entry in entries[:2])}; give another prefix"
         )
     try:
         with whole_file(out) as file:
             WRITERS[out.suffix](checkpoint, tensors, file)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
-        raise ValueError(f"{out} could not be written: {error}") from error
+        raise ValueError(f"{out} couldn't be written: {error}") from error
     return Consolidated(tensors=tuple(tensors.values()), skipped=tuple(skipped))
 
 
 def _write_safetensors(checkpoint: Path, tensors: dict[str, TensorEntry], file: IO[bytes]) -> None:
-    """Write a header's length, the header in JSON, and the tensors one after another, which is all the format needs."""
+    """Write the header's length, the header in JSON, and the tensors one after another: that's the entire format."""
     for entry in tensors.values():
         if entry.dtype not in SAFETENSORS_TYPES:
             raise CheckpointError(
-                f"{entry.name} is of type {entry.dtype}, which safetensors doesn't support; write a .pt"
+                f"{entry.name} has dtype {entry.dtype}, which safetensors doesn't support; write a .pt file"
             )
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # wide types first: keeps all aligned
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # wide dtypes first: keeps all aligned
     ends = accumulate(entry.num_bytes for _, entry in ordered)
     description = {
         name: {
@@ -95,7 +95,7 @@ def _write_safetensors(checkpoint: Path, tensors: dict[str, TensorEntry], file: 
     header = json.dumps(description).encode()
     header += b" " * (-len(header) % 8)
     file.write(len(header).to_bytes(8, "little") + header)
-    buffer = torch.empty(max(entry.num_bytes for entry in tensors.values()), dtype=torch.uint8)  # used for all in turn
+    buffer = torch.empty(max(entry.num_bytes for entry in tensors.values()), dtype=torch.uint8)  # for one at a time
     for _, entry in ordered:
         values = buffer[: entry.num_bytes]
         _read(checkpoint, entry, values.view(entry.dtype).view(entry.shape))
@@ -116,8 +116,8 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
     """Fill `tensor` by reading its shards straight into place, and check each for damage.
 
     Each shard is stored the way `torch.save` stores a tensor: in a zip archive whose member data/0 has the values.
-    Nothing else in it is read, so no code in it can run. (`dcp.load` could fill the tensor too, and faster. But torch
-    doesn't check the archive's checksum, so a corrupted byte would end up in a weight.)
+    Nothing else in the archive is read, so no code can run. (`dcp.load` could do this, and faster. But
+    torch doesn't check the archive's checksum, so a corrupted byte would end up in a weight.)
     """
     for part in entry.shards:
         try:

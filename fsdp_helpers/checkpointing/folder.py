@@ -1,8 +1,8 @@
 """The folder of a run's checkpoints, each of them atomic. No torch import.
 
-`DIR/step-00000020/` has the files of one checkpoint and `checkpoint.json`, which describes them. It is written under a
+`DIR/step-00000020/` has the files of one checkpoint and `checkpoint.json`, which describes them. It's written under a
 temporary name and renamed once every byte is on disk, so a folder with the final name is complete, even if the process
-was killed. The run that writes holds a lock, which the system releases however the process ends.
+was killed. The run that's writing holds a lock, which the system releases no matter how the process ends.
 """
 
 import json
@@ -24,7 +24,7 @@ UNFINISHED, REMOVED = ".writing-", ".removing-"  # may be left behind by a kille
 
 
 class CheckpointError(Exception):
-    """A checkpoint can't be written, found or read; the message names the file and the fix."""
+    """A checkpoint can't be written, found or read; the message names the file, and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,10 @@ class Checkpoint:
     """The content of `checkpoint.json`: enough to refuse a wrong or damaged checkpoint before anything is loaded."""
 
     format: int
-    step: int  # optimizer steps since the beginning of the run, from the folder's name; 0 if it has none
+    step: int  # optimizer steps since the beginning of the run, from the folder's name; 0 if the name has none
     world_size: int
-    settings: dict  # the settings that a resumed run must share with the one that saved
-    files: dict[str, int]  # name -> size in bytes, of every other file
+    settings: dict  # the settings that a resumed run must have in common with this one
+    files: dict[str, int]  # every other file's name -> its size in bytes
 
 
 def checkpoint_name(step: int) -> str:
@@ -49,28 +49,28 @@ def step_of(path: Path) -> int:
 
 
 def find_steps(folder: Path) -> list[int]:
-    """Return the steps of all checkpoints in `folder`, oldest first; an empty list if there is no folder."""
+    """Return the steps of all checkpoints in `folder`, oldest first; an empty list if the folder doesn't exist."""
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{8,})", name)))
 
 
 def find_newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint in `folder`; None if there is none yet."""
+    """Return the newest checkpoint in `folder`; None if there isn't one yet."""
     steps = find_steps(folder)
     return folder / checkpoint_name(steps[-1]) if steps else None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the description of the checkpoint at `path`, after checking that every file is there and has the right size.
+    """Return the description of the checkpoint at `path`, after checking the size of every file.
 
-    Raises CheckpointError if `path` isn't a checkpoint, has a newer format, or if a file is missing or truncated.
+    Raises CheckpointError if a file is missing or truncated, or if `path` isn't a checkpoint or has a newer format.
     """
     try:
         content = json.loads((path / DESCRIPTION).read_text())
         written_format = content["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is not a checkpoint: it has no readable {DESCRIPTION}. Give a folder that "
+            f"{path} isn't a checkpoint: it has no readable {DESCRIPTION}. Give a folder that "
             f"`train --checkpoint-dir` wrote, such as {checkpoint_name(20)}"
         ) from error
     if not isinstance(written_format, int) or written_format > FORMAT:
@@ -109,7 +109,7 @@ def _way_out(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within the block, hold the lock on `folder`; first, remove unfinished files that a killed process left.
+    """Within the block, hold the lock on `folder`; first, remove unfinished files that a killed process left behind.
 
     Raises CheckpointError if another run holds the lock, or if the folder can't be written to.
     """
@@ -121,7 +121,7 @@ def locked(folder: Path) -> Iterator[None]:
             f"another run is writing its checkpoints to {folder}; wait until it ends, or choose another --checkpoint-dir"
         ) from error
     except OSError as error:
-        raise CheckpointError(f"checkpoints cannot be written to {folder} ({error.strerror})") from error
+        raise CheckpointError(f"checkpoints can't be written to {folder} ({error.strerror})") from error
     with lock:
         for left in [*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REMOVED}*")]:
             shutil.rmtree(left)
@@ -129,21 +129,21 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove the unfinished files of a killed or interrupted process from `folder`; complete checkpoints stay.
+    """Remove a killed or interrupted process's unfinished files from `folder`; keep complete checkpoints.
 
     Raises CheckpointError if another run holds the folder's lock.
     """
     with locked(folder):
-        pass  # whoever gets the lock cleans up first
+        pass  # `locked` cleans up first
 
 
 def begin(path: Path) -> Path:
-    """Return the temporary folder for a new checkpoint's files; it's the same on every rank."""
+    """Return the path of the temporary folder for a new checkpoint's files; it's the same on every rank."""
     return path.with_name(f"{UNFINISHED}{path.name}")
 
 
 def commit(unfinished: Path, **description: object) -> Path:
-    """Describe the files that all ranks have written, flush everything to disk, and rename the folder to its final name."""
+    """Describe the files that all ranks have written, flush everything to disk, and give the folder its final name."""
     files = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
     checkpoint = Checkpoint(format=FORMAT, files=files, **description)
     with open(unfinished / DESCRIPTION, "w") as file:
@@ -158,7 +158,7 @@ def commit(unfinished: Path, **description: object) -> Path:
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Remove all checkpoints but the newest `count`. Each is renamed first, so none is ever left half deleted."""
+    """Remove all checkpoints except the newest `count`. Each is renamed first, so none is ever left half deleted."""
     for step in find_steps(folder)[:-count]:
         doomed = folder / f"{REMOVED}{checkpoint_name(step)}"
         os.rename(folder / checkpoint_name(step), doomed)
@@ -167,9 +167,9 @@ def keep_newest(folder: Path, count: int) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
-    """Open a temporary file that's renamed to `path` at the end of the block, so readers see all of it or nothing.
+    """Open a temporary file that's renamed to `path` when the block ends, so readers see all of it or nothing.
 
-    If the block fails or the disk is full, the old file at `path` stays, and nothing is left behind.
+    If the block fails or the disk is full, any old file at `path` stays as it was, and nothing else is left behind.
     """
     path = Path(path)
     file = tempfile.NamedTemporaryFile(mode, dir=path.parent, prefix=f".{path.name}-", delete=False)
@@ -187,7 +187,7 @@ def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush `folder` to disk, including the names of its files."""
+    """Flush `folder` itself, and so the names of its files, to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

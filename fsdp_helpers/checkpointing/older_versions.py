@@ -1,4 +1,4 @@
-"""Reading `state.json`, in which versions before 2.2 kept everything that isn't a tensor.
+"""Read `state.json`, in which versions before 2.2 kept everything that isn't a tensor.
 
 A value that JSON can't express is an object with one key: {"!tuple": [...]}, {"!dict": [[key, value], ...]},
 {"!tensor": name}.
@@ -17,21 +17,21 @@ STATE = "state.json"
 
 
 def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the content of `path`/state.json, with the tensors that it names filled in from `tensors`.
+    """Return the content of `path`/state.json, with tensors from `tensors` in place of their names.
 
-    Raises CheckpointError if it's damaged, or names a tensor that isn't in `tensors`.
+    Raises CheckpointError if the file is damaged, or names a tensor that isn't in `tensors`.
     """
     try:
         content = json.loads((path / STATE).read_text())
         if content.keys() != {"optimizer", "values", "extra"}:
-            raise ValueError(f"it holds {', '.join(content)}")
+            raise ValueError(f"it has the keys {', '.join(content)}")
         return put_together(content, tensors)
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / STATE} is damaged: {error!r}") from error
 
 
 def put_together(content: Any, tensors: Mapping[str, Tensor | None]) -> Any:
-    """Return a value as it was before it was converted to JSON."""
+    """Turn a value decoded from JSON into what it was before it was encoded."""
     if isinstance(content, list):
         return [put_together(kept, tensors) for kept in content]
     if not isinstance(content, dict):

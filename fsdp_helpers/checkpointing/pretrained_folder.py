@@ -1,6 +1,6 @@
-"""Writing a model as a folder in Hugging Face's layout: `config.json`, several safetensors files, and their index.
+"""Write a model as a folder in Hugging Face's layout: `config.json`, several safetensors files, and their index.
 
-torch's own writer does the work. Each rank writes only the rows it keeps.
+torch's own writer does the work. Each rank writes only its own rows.
 """
 
 import json
@@ -17,11 +17,11 @@ from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.training_state import ignore_single_process_warnings, name_in_plain, this_rank
 from fsdp_helpers.ranks.group import gather_over_ranks
 
-CONFIG, SHARDED = "config.json", "sharded"  # the second is the folder where torch's writer first puts the shards
+CONFIG, SHARDED = "config.json", "sharded"  # the latter is the folder to which torch's writer first writes the shards
 
 
 def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's tensors by their names in files; one with two names appears once, under the first."""
+    """Return the model's tensors by their names in the files; a tensor with two names appears once, under the first."""
     firsts = {name for name, _ in model.named_parameters()}
     repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - firsts
     hidden = {name_in_plain(model, name) for name in repeated}
@@ -31,8 +31,7 @@ def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
 def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict, *, num_files: int = 3) -> None:
     """Write the model to a new folder; every rank writes its shards, which are then joined into full tensors.
 
-    The files are written under a temporary name, and the folder is renamed once it's complete. Raises CheckpointError
-    if it already exists.
+    The folder has a temporary name until it's complete. Raises CheckpointError if `folder` already exists.
     """
     folder = Path(folder).absolute()
     unfinished = folder.with_name(f".{folder.name}-unfinished")
@@ -41,7 +40,7 @@ def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict,
     if this_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
         unfinished.mkdir(parents=True)
-    gather_over_ranks(None)  # no rank writes before the folder exists
+    gather_over_ranks(None)  # no rank writes until the folder exists
     tensors = tensors_in_files(model)
     file_of = {name: 1 + number * num_files // len(tensors) for number, name in enumerate(tensors)}
     writer = HuggingFaceStorageWriter(
@@ -53,4 +52,4 @@ def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict,
         shutil.rmtree(unfinished / SHARDED)
         (unfinished / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         unfinished.rename(folder)
-    gather_over_ranks(None)  # no rank continues before the folder has its final name
+    gather_over_ranks(None)  # no rank continues until the folder has its final name

@@ -1,8 +1,8 @@
-"""Saving and resuming a run: when it saves, what it saves besides tensors, and which settings must match.
+"""Save and resume a run: when to save, which settings to save besides tensors, and which of them must match.
 
-On SIGTERM, all ranks stop together, after the same step, with a checkpoint. Slurm sends it before the time limit and
-before a preemption, and torchrun forwards it to its ranks. It may reach some machines earlier than others, so the ranks
-ask each other after every step.
+On SIGTERM, all ranks save and stop after the same step. Slurm sends SIGTERM before the time limit and before a
+preemption, and torchrun forwards it to its ranks. It may reach some machines earlier than others, so the ranks compare
+notes after every step.
 """
 
 import os
@@ -17,16 +17,15 @@ from torch import nn
 from fsdp_helpers.checkpointing import folder as checkpoint_folder
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import Checkpoint, CheckpointError
-from fsdp_helpers.checkpointing.shard_index import check_model, read_index
+from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import LOSS_SETTINGS, TrainConfig
-from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, sum_over_ranks
 
-_asked: bool | None = None  # None while SIGTERM isn't being watched
+_asked: bool | None = None  # whether SIGTERM has arrived; None while it isn't being watched for
 
 
 class Stopped(Exception):
-    """The run was asked to end early; its progress is saved."""
+    """The run was asked to end early, and its progress has been saved."""
 
 
 @contextmanager
@@ -47,12 +46,12 @@ def heeding_sigterm() -> Iterator[None]:
 
 
 def asked_to_stop() -> bool:
-    """Return True on every rank once any rank was asked to stop. It's a collective if SIGTERM is being watched."""
+    """Return True on every rank once any rank has been asked to stop. Under `heeding_sigterm`, this is a collective."""
     return _asked is not None and bool(sum_over_ranks(torch.tensor(int(_asked))))
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:
-    """Raise CheckpointError, before any process starts, if this run can't save or can't resume."""
+    """Raise CheckpointError, before any process starts, if this run won't be able to save or to resume."""
     if config.checkpoint_dir is None:
         return
     folder = Path(config.checkpoint_dir)
@@ -61,22 +60,24 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
     else:
         existing = next(parent for parent in folder.absolute().parents if parent.exists())
         if not (existing.is_dir() and os.access(existing, os.W_OK)):
-            raise CheckpointError(f"checkpoints cannot be written to {folder}: {existing} is not a writable folder")
-    find_start(config, data_source)
+            raise CheckpointError(f"checkpoints can't be written to {folder}: {existing} isn't a writable folder")
+    start = find_start(config, data_source)
+    if start is not None:
+        read_index(start[0])  # raises for a damaged one
 
 
 def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint] | None:
-    """Return the checkpoint from which a run resumes; None if it starts from scratch.
+    """Return the checkpoint that the run resumes from; None if it starts from scratch.
 
-    Raises CheckpointError for a checkpoint that is damaged or belongs to a different run, and for a folder whose
-    checkpoints a run without --resume would mix with its own.
+    Raises CheckpointError for a checkpoint that's damaged or belongs to a different run, and for a run without --resume
+    whose folder already has checkpoints.
     """
     newest = checkpoint_folder.find_newest(Path(config.checkpoint_dir)) if config.checkpoint_dir else None
     if newest is None:
         return None
     if not config.resume:
         raise CheckpointError(
-            f"{newest.parent} holds checkpoints up to {newest.name}; continue from there with --resume, or choose "
+            f"{newest.parent} has checkpoints up to {newest.name}; continue from there with --resume, or choose "
             f"another --checkpoint-dir"
         )
     checkpoint = checkpoint_folder.read_checkpoint(newest)
@@ -92,36 +93,32 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
                 f"{path} was saved with {name} {saved!r}, but this run has {now!r}; use the same value to continue, or "
                 f"another --checkpoint-dir for a different run"
             )
-    with torch.device("meta"):  # shapes without values
-        model = build_model(config.model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    check_model(path, read_index(path), shapes, what=f"{config.model!r} model")
 
 
 def tidy_up(config: TrainConfig) -> None:
-    """Remove the unfinished files of an interrupted rank, unless the next run already holds the folder's lock."""
+    """Remove an interrupted rank's unfinished files, unless the next run already holds the folder's lock."""
     if config.checkpoint_dir is not None and Path(config.checkpoint_dir).is_dir():
         with suppress(CheckpointError):
             checkpoint_folder.clear_unfinished(Path(config.checkpoint_dir))
 
 
 class RunCheckpoints:
-    """The checkpoints of a run: saves its full state as it trains, and loads it. Without a folder, it does nothing."""
+    """An object that saves a run's full state as it trains, and loads it. Without a folder, it does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank
         self._start = find_start(config, data_source)
         earlier = self._start[1].settings if self._start else {}
-        self._keep_last = config.keep_last or earlier.get("keep_last")  # remembered, not compared
+        self._keep_last = config.keep_last or earlier.get("keep_last")  # saved, but needn't match
         self._settings = _settings(config, data_source) | {"keep_last": self._keep_last}
         self.step = self._start[1].step if self._start else 0  # optimizer steps since the beginning of the run
         if len(set(gather_over_ranks(self.step))) > 1:
             raise CheckpointError(
-                f"not all ranks see the same files in {config.checkpoint_dir}; all machines have to share it"
+                f"the ranks don't all see the same files in {config.checkpoint_dir}; all machines must share it"
             )
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load parameters, optimizer state and each rank's random state; see `load`."""
+        """Load the parameters, the optimizer state and each rank's random state; see `checkpoint.load`."""
         if self._start is not None:
             load(self._start[0], model, optimizer)
 
@@ -160,7 +157,7 @@ def run_checkpoints(config: TrainConfig, rank: int, data_source: str) -> Iterato
     """Yield the checkpoints of this run; rank 0 keeps its folder locked within the block."""
     locks = config.checkpoint_dir is not None and rank == 0
     with checkpoint_folder.locked(Path(config.checkpoint_dir)) if locks else nullcontext():
-        gather_over_ranks(None)  # no rank looks for checkpoints before rank 0 has the lock
+        gather_over_ranks(None)  # no rank looks for checkpoints until rank 0 has the lock
         yield RunCheckpoints(config, rank, data_source)
 
 

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 
-# The classes in an index, which is the file `.metadata`. It's a pickle, and reading a pickle may call any function of
-# any module. Ours only names these classes, which do nothing but hold values. Attributes may only be
-# set on instances of RECORDS.
+# An index is the file `.metadata`, which is a pickle, and reading a pickle can call any function in any module. A real
+# index names only these classes, which do nothing but hold values. Attributes may be set only on instances of RECORDS.
 RECORDS = (
     Metadata,
     MetadataIndex,
@@ -50,7 +49,7 @@ METADATA_CLASSES = {(kind.__module__, kind.__name__) for kind in RECORDS} | {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a checkpoint, as the index describes it, with the file of each shard."""
+    """A tensor in a checkpoint, as the index describes it, with the file of each of its shards."""
 
     name: str
     dtype: torch.dtype
@@ -69,7 +68,7 @@ class ShardEntry:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    begin: int  # its first byte in the file; `length` is its number of bytes
+    begin: int  # the position of its first byte in the file; `length` is its number of bytes
     length: int
 
     @property
@@ -79,9 +78,10 @@ class ShardEntry:
 
 
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
-    """Return every tensor of a sharded checkpoint from its index alone: parameters, optimizer state, random state.
+    """Return an entry for every tensor in a sharded checkpoint: parameters, optimizer state, random state.
 
-    Raises CheckpointError for an index that is damaged, names files elsewhere, or lists anything but tensors.
+    This reads only the index. Raises CheckpointError if it's damaged, names files in another folder, or lists anything
+    but tensors.
     """
     return _tensor_entries(checkpoint, SafeReader(checkpoint).read_metadata())
 
@@ -89,22 +89,20 @@ def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
 def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntry], list[str]]:
     """Return the tensors in any folder that torch.distributed.checkpoint wrote, and the names of everything else in it.
 
-    Anything that isn't a tensor is stored as a pickle, and isn't read.
+    Anything that isn't a tensor is stored as a pickle, so it isn't read.
     """
     metadata = read_metadata(Path(checkpoint, ".metadata"))
     return _tensor_entries(checkpoint, metadata), _no_tensors(metadata)
 
 
-def check_model(
-    path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, tuple[int, ...]], what: str = "model"
-) -> None:
+def check_model(path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless the model in `path` has exactly the parameters and buffers that `shapes` names."""
     found = {entry.name: entry.shape for entry in stored if entry.name.startswith("model.")}
     expected = {f"model.{name}": shape for name, shape in shapes.items()}
     for name in sorted(expected.keys() | found.keys()):
-        there, here = (names.get(name, "no place") for names in (found, expected))
+        there, here = (names.get(name, "none") for names in (found, expected))
         if there != here:
-            raise CheckpointError(f"{path} holds a different {what}: {name} has shape {there} there and {here} here")
+            raise CheckpointError(f"{path} is of a different model: {name} has shape {there} there and {here} here")
 
 
 def _tensor_entries(checkpoint: str | os.PathLike, metadata: Metadata) -> list[TensorEntry]:
@@ -155,16 +153,16 @@ def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """A reader of sharded checkpoints that can't run code: the index may contain only known record types and tensors.
+    """A reader of sharded checkpoints that never runs code: the index may contain only known record types and tensors.
 
-    Raises CheckpointError for anything else. (The tensors are read with `weights_only=True` by torch itself.)
+    Raises CheckpointError for anything else. (torch itself reads the tensors with `weights_only=True`.)
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path, ".metadata")
         metadata = read_metadata(path)
         if strangers := _no_tensors(metadata):
-            raise CheckpointError(f"{path} lists {strangers[0]!r}, which is not a tensor; only tensors can be loaded")
+            raise CheckpointError(f"{path} lists {strangers[0]!r}, which isn't a tensor; only tensors can be loaded")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -173,18 +171,18 @@ class SafeReader(dcp.FileSystemReader):
 def read_metadata(path: Path) -> Metadata:
     """Return the content of the index at `path`.
 
-    Raises CheckpointError if it contains anything but known record types, or names a file in a different folder.
+    Raises CheckpointError if it contains anything but known record types, or names a file in another folder.
     """
     try:
         with open(path, "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds a {type(metadata).__name__}")
+            raise TypeError(f"it contains a {type(metadata).__name__}")
         files: set[str] = {place.relative_path for place in metadata.storage_data.values()}
     except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{path} is not the index of a sharded checkpoint: {error}") from error
+        raise CheckpointError(f"{path} isn't the index of a sharded checkpoint: {error}") from error
     for name in files:
-        # Joined to the folder, an absolute path or one with ".." would lead out of it.
+        # An absolute path, or one with "..", would lead out of the folder.
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
             raise CheckpointError(
                 f"{path} names the file {str(name)!r}; a checkpoint's files must be in the folder of its index"
@@ -192,18 +190,18 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-PythonUnpickler: Any = pickle._Unpickler  # the version written in Python, whose methods type checkers don't know
+PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose methods type checkers don't know
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Stand in for `getattr`, which pickles of enumeration members call if a Python before 3.11.4 wrote them."""
+    """Do `getattr`'s job for the one enumeration in an index. (Pickles from before Python 3.11.4 call it.)"""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
     return enumeration[name]
 
 
-class _MetadataUnpickler(PythonUnpickler):  # written in Python, so its methods can be overridden
-    """An unpickler that finds only known classes, and modifies only records it has created itself."""
+class _MetadataUnpickler(PythonUnpickler):  # pure Python, so its methods can be overridden
+    """An unpickler that finds only known classes, and modifies only records that it has created."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -214,7 +212,7 @@ class _MetadataUnpickler(PythonUnpickler):  # written in Python, so its methods 
         raise pickle.UnpicklingError(f"it names {module}.{name}, which doesn't belong in an index")
 
     def load_build(self) -> None:
-        """Allow the opcode BUILD, which sets attributes, on records only: on a class, the change would persist."""
+        """Allow the opcode BUILD, which sets attributes, only on records: on a class, the change would persist."""
         state, record = self.stack[-1], self.stack[-2]
         if type(record) not in RECORDS or not isinstance(
             state, dict if type(record) is not TensorProperties else tuple

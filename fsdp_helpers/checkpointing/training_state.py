@@ -1,6 +1,6 @@
 """Training state in memory: tensors by name, and everything else an optimizer keeps. Rank 0 can save it in one file.
 
-Tensors have the names of the plain model, so any strategy can load what another one saved, on any number of ranks.
+Tensors have the same names as in the plain model, so any strategy, on any number of ranks, can load another's state.
 """
 
 import os
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from fsdp_helpers.checkpointing.folder import whole_file
 from fsdp_helpers.sharding.wrapping import plain_name
 
-# These settings depend on the device, and aren't part of a training state.
+# These settings depend on the device, so they aren't part of a training state.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 # ---------------------------------------------------------------- by name
@@ -37,21 +37,21 @@ IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The parts of a model and its optimizer. Filling one of its tensors loads it (not under FSDP1)."""
+    """The state of a model and its optimizer. Except under FSDP1, these are the live tensors, not copies."""
 
     model: dict[str, Tensor]  # parameters and buffers
-    optimizer: dict[str, dict[str, Any]]  # the moments, and similar tensors, of each parameter
-    groups: list[dict[str, Any]]  # the settings of each parameter group, and under "params" the names in it
-    buffers: frozenset[str]  # which of `model` are buffers
+    optimizer: dict[str, dict[str, Any]]  # each parameter's moments and similar tensors
+    groups: list[dict[str, Any]]  # each parameter group's settings, and its names under "params"
+    buffers: frozenset[str]  # the names in `model` that are buffers
 
     @property
     def values(self) -> dict[str, Any]:
-        """Everything in `model` and `optimizer`, under one name each, such as "model.fc1.weight"."""
+        """Return everything in `model` and `optimizer` as one flat dict with names such as "model.fc1.weight"."""
         return _leaves({"model": self.model, "optimizer": self.optimizer})
 
 
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
-    """Return the state of `model` and `optimizer`; every rank has to call this. (FSDP1 returns copies.)
+    """Return the state of `model` and `optimizer`; every rank has to call this. (Under FSDP1, the tensors are copies.)
 
     A new optimizer gets its state, which is all zeros: torch creates it by taking a step that changes no parameter.
     """
@@ -70,7 +70,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
-    """Give `model` and `optimizer` the tensors in `state`. A parameter without moments there loses the ones it has."""
+    """Set `model` and `optimizer` to `state`. A parameter without moments there loses the moments it has."""
     with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
             set_model_state_dict(model, state.model)
@@ -80,21 +80,21 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: T
                 optimizer,
                 model_state_dict=state.model,
                 optim_state_dict={"state": state.optimizer, "param_groups": state.groups},
-                options=StateDictOptions(strict=False),  # parameters that never had a gradient have no moments
+                options=StateDictOptions(strict=False),  # parameters that have never had a gradient have no moments
             )
     if optimizer is not None and not state.optimizer:
         optimizer.state.clear()
 
 
 def name_in_plain(model: nn.Module, name: str) -> str:
-    """Return the name that a parameter or buffer of the wrapped `model` has in the plain one."""
+    """Return the plain model's name for a parameter or buffer of the wrapped `model`."""
     if isinstance(model, DistributedDataParallel):
         name = name.removeprefix("module.")
     return plain_name(name)
 
 
 def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
-    """Return nested dicts as a flat one, in which each leaf's key is its path."""
+    """Flatten nested dicts into one dict, in which each leaf's key is its path."""
     if not isinstance(tree, Mapping):
         return {name: tree}
     branches = {f"{name}.{key}".removeprefix("."): branch for key, branch in tree.items()}
@@ -105,7 +105,7 @@ def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
 
 @contextmanager
 def ignore_single_process_warnings() -> Iterator[None]:
-    """Silence two warnings about runs on one rank: FSDP1 holds full copies, and torch saves in one process."""
+    """Silence two warnings about single-rank runs: FSDP1 holds full copies, and torch saves in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -126,9 +126,9 @@ def num_ranks() -> int:
 def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Collect the full state on rank 0, which writes one file. Every rank has to call this, since it's a collective.
 
-    Meanwhile, rank 0 holds the full state in host memory: 12 bytes per parameter with Adam in fp32. (torch can do it
-    too, with `StateDictOptions(full_state_dict=True, cpu_offload=True)`; but on the CPU, under FSDP1, torch 2.15
-    then returns the second moment in place of the first, since both go through the same buffer.)
+    Meanwhile, rank 0 holds the full state in host memory: 12 bytes per parameter with Adam in fp32. (torch can do this
+    with `StateDictOptions(full_state_dict=True, cpu_offload=True)`, too. But on the CPU, under FSDP1, torch 2.15 then
+    returns the second moment in place of the first, since both go through the same buffer.)
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     whole = tree_map(gather_on_rank_0, {"model": model_state, "optimizer": optimizer_state})
@@ -138,7 +138,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """Return the full tensor that `value` is a shard of, on rank 0, in host memory; other ranks free theirs at once."""
+    """Return the full tensor of which `value` is a shard, in rank 0's host memory; other ranks free it immediately."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):
@@ -149,11 +149,11 @@ def gather_on_rank_0(value: Any) -> Any:
 # ---------------------------------------------------------------- each rank's random state
 
 
-RANDOM_STATE = "extra.random-state-{}"  # the braces are for the rank
+RANDOM_STATE = "extra.random-state-{}"  # to be formatted with the rank
 
 
 def random_state(rank: int) -> dict[str, Tensor]:
-    """Return the state of this rank's CPU and CUDA generators, under names that are unique to the rank."""
+    """Return the states of this rank's CPU and CUDA generators, under names that are unique to the rank."""
     state = {RANDOM_STATE.format(rank): torch.get_rng_state()}
     if torch.cuda.is_initialized():
         state[RANDOM_STATE.format(f"cuda-{rank}")] = torch.cuda.get_rng_state()
@@ -161,10 +161,10 @@ def random_state(rank: int) -> dict[str, Tensor]:
 
 
 def restore_random_state(saved: Mapping[str, Tensor], rank: int, world_size: int) -> None:
-    """Set this rank's random generators to the states that `saved` has for it.
+    """Set this rank's random generators to the states that `saved` has for them.
 
-    If a state is missing, because there were fewer ranks or no GPU, it's replaced by a stream that no rank has drawn
-    from yet. The stream is derived from rank 0's state, so resuming twice draws the same numbers twice.
+    If a state is missing, because there were fewer ranks or no GPU, the generator starts a stream that no rank has
+    drawn from yet. The seed comes from rank 0's state, so resuming twice draws the same numbers twice.
     """
     first = saved.get(RANDOM_STATE.format(0))
     if first is not None:

@@ -1,4 +1,4 @@
-"""`python -m fsdp_helpers compare`: every strategy on both APIs, in one table."""
+"""`python -m fsdp_helpers compare`: every strategy, with both APIs, in one table."""
 
 import argparse
 from dataclasses import asdict, replace
@@ -28,17 +28,18 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, metavar="N", default=64, help="images per step (default: 64)")
     parser.add_argument("--data-dir", metavar="DIR", help="folder with MNIST, as for train")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the table to FILE: .png, .svg or .pdf")
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="save the table as a figure in FILE: .png, .svg or .pdf"
+    )
     parser.set_defaults(run=compare_command)
 
 
 def compare_command(options: argparse.Namespace) -> None:
-    """Run every strategy and print the table; write and draw it, too, if the options say so."""
+    """Run every strategy and print the table; also write or draw it if the options say so."""
     import torch
 
-    from fsdp_helpers.data.images import num_train_images
-    from fsdp_helpers.gpus import choose_device
-    from fsdp_helpers.ranks.group import device_name
+    from fsdp_helpers.data.source import num_train_images
+    from fsdp_helpers.gpus import choose_device, device_name
     from fsdp_helpers.training.comparison import compare, comparison_configs, plain_table
     from fsdp_helpers.training.run import prepare_run_data
     from fsdp_helpers.training.watch import STEADY_STEP
@@ -53,7 +54,7 @@ def compare_command(options: argparse.Namespace) -> None:
     if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"--figure {options.figure}: choose a name that ends in one of {', '.join(FIGURE_SUFFIXES)}")
     base = TrainConfig(
-        epochs=options.steps,  # enough in any case, even if an epoch has just one step
+        epochs=options.steps,  # always enough, even if an epoch has only one step
         max_steps=options.steps,
         global_batch_size=options.global_batch_size,
         test_images=1,

@@ -1,4 +1,4 @@
-"""Find the cards of notebook 11 that fit an error message: `python -m fsdp_helpers explain "MESSAGE"`."""
+"""Find the cards in notebook 11 that match an error message: `python -m fsdp_helpers explain "MESSAGE"`."""
 
 import math
 import re
@@ -14,17 +14,17 @@ from fsdp_helpers.teaching.failures.texts import TEXTS
 
 MOST_CARDS = 3
 LEAST_SCORE = 0.5  # a card that scores lower doesn't match
-FEWEST_WORDS = 3  # that a description and a card must share; fewer may be a coincidence
+FEWEST_WORDS = 3  # that a description and a card must have in common; fewer may be a coincidence
 QUOTED = 10.0  # how much more a full quoted message counts than shared words
 SHORTEST_QUOTE = 8  # characters
-KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind, and the word by which a text names it
+KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind -> the word for it in a message
 # How much more a card counts if it's of the kind that the text names, and how much less if it's of a different kind.
 SAME_KIND = 1.3
-SECOND = 0.5  # how much a card's second-best phrase counts, next to its best one
-ALL_OF_IT = 2.0  # how much all that a card says counts, next to its best phrase
-UNKNOWN_WORD = 1.0  # the weight of a word that no card has, about that of a word in every second card
+SECOND = 0.5  # how much a card's second-best phrase counts, relative to its best
+FULL_TEXT = 2.0  # how much a card's full text counts, relative to its best phrase
+UNKNOWN_WORD = 1.0  # the weight of a word that's on no card, about that of a word on every second card
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
-# These cards' messages come along with other cards' messages, which say more.
+# These cards' messages accompany other cards' messages, which say more.
 WRAPPERS = ("crash-no-traceback", "slow-threads", "crash-nccl-system-error")
 EXIT_CODE = re.compile(r"\b(?:exit|return)[ -]?(?:code|status)\s*[:=]?\s*(-?\d+)")
 ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")
@@ -33,7 +33,7 @@ PAGE = "notebooks/11_when_it_breaks.ipynb"
 
 @dataclass(frozen=True)
 class Match:
-    """A card that matches, how well, and the phrase it was found by."""
+    """A card that matches, how well it matches, and the phrase that matched."""
 
     name: str
     score: float
@@ -41,15 +41,15 @@ class Match:
 
 
 def read_message(words: Sequence[str]) -> str:
-    """Return the message from the command line or, without one, from a pipe; raise ValueError if there is none."""
+    """Return the message from the command line or, without one, from a pipe. Raises ValueError if it's empty."""
     text = " ".join(words) if words or sys.stdin.isatty() else sys.stdin.read()
     if not text.strip():
-        raise ValueError("explain: give a message in quotation marks, or pipe an output in")
+        raise ValueError("explain: give a message in quotation marks, or pipe output in")
     return text
 
 
 def explain_text(text: str) -> str:
-    """Return the matching cards as text, best first, each with its fix; or say that there is none."""
+    """Return the matching cards as text, best first, each with its fix; or a sentence saying there are none."""
     matches = find_cards(text)
     if not matches:
         return f"No card matches this message. {PAGE} has an index by what you see; `doctor` checks the machine."
@@ -66,16 +66,16 @@ def explain_text(text: str) -> str:
 def find_cards(text: str) -> list[Match]:
     """Return the cards that match a message or a full output, best first.
 
-    A message from the index that's in the text counts most, the more so the more words it has and the rarer they are.
-    Otherwise, each line is compared with each phrase of the index, and the full text with a card's full text, by the
-    words that they share. Rare words count more, and two neighboring words count as one more.
+    If the text contains a message from the index, that counts most; messages with more words, or rarer words, count
+    more. Otherwise, each line is compared with each phrase in the index, and the full text with a card's full text, by
+    the words they have in common. Rare words count more, and a pair of neighboring words counts like another word.
     """
     lines = [words for line in text.splitlines() if (words := words_of(line))]
     whole, described = normalized(text), frozenset().union(*lines)
     found = []
     for name, phrases in phrases_of_cards().items():
         score, phrase = best_of(phrases, whole, lines)
-        score += ALL_OF_IT * covered(described, name)
+        score += FULL_TEXT * covered(described, name)
         if kind := KIND.get(name.partition("-")[0]):
             score *= SAME_KIND if kind in described else 1 / SAME_KIND
         if name in WRAPPERS:
@@ -86,7 +86,7 @@ def find_cards(text: str) -> list[Match]:
 
 
 def best_of(phrases: Sequence[str], whole: str, lines: Sequence[frozenset[str]]) -> tuple[float, str]:
-    """Return a card's score and its best phrase; the score is above QUOTED if the text contains one, else at most 1.5."""
+    """Return a card's score and best phrase: above QUOTED if a phrase is in the text, otherwise at most 1.5."""
     quoted = [phrase for phrase in phrases if is_quote(phrase) and normalized(phrase) in whole]
     if quoted:
         words = frozenset().union(*(words_of(phrase) for phrase in quoted))
@@ -102,7 +102,7 @@ def is_quote(phrase: str) -> bool:
 
 
 def covered(described: frozenset[str], name: str) -> float:
-    """Return how much of a description a card's text covers, from 0 to 1; words that aren't in its rows count half."""
+    """Return how much of a description a card's text covers, from 0 to 1; words only in its explanation count half."""
     seen, said = words_of_card(name)
     shared = described & seen
     if len({word for word in described & (seen | said) if " " not in word}) < FEWEST_WORDS:
@@ -111,20 +111,20 @@ def covered(described: frozenset[str], name: str) -> float:
 
 
 def likeness(one: frozenset[str], other: frozenset[str]) -> float:
-    """Return the weight of the words in common, relative to both, from 0 to 1; one word out of several doesn't count."""
+    """Return how far two texts' words overlap, by weight, from 0 to 1; one shared word out of several doesn't count."""
     both = weight(one) * weight(other)
     is_chance = len(one & other) < min(2, len(one), len(other))
     return 0.0 if is_chance or not both else weight(one & other) / math.sqrt(both)
 
 
 def weight(words: Iterable[str]) -> float:
-    """Return the sum of the words' weights; a pair of neighbors weighs half, and nothing if no card has it."""
+    """Return the sum of the words' weights; a pair of neighbors counts half, or nothing if it's on no card."""
     return sum(rarity().get(word, 0.0) / 2 if " " in word else rarity().get(word, UNKNOWN_WORD) for word in words)
 
 
 @cache
 def rarity() -> dict[str, float]:
-    """Return the weight of each word that a card has, which is higher the fewer cards have it."""
+    """Return the weight of each word on the cards: the fewer cards have it, the higher its weight."""
     cards = [frozenset().union(*words_of_card(name)) for name in phrases_of_cards()]
     counts = Counter(word for words in cards for word in words)
     return {word: math.log(1 + len(cards) / count) for word, count in counts.items()}
@@ -132,13 +132,13 @@ def rarity() -> dict[str, float]:
 
 @cache
 def phrases_of_cards() -> dict[str, tuple[str, ...]]:
-    """Return, for each card, the phrases it can be found by: its rows in the index, and its title."""
+    """Return the phrases by which each card can be found: its rows in the index, and its title."""
     return {name: (*(row.text for row in card.rows()), card.title) for name, card in TEXTS.items()}
 
 
 @cache
 def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the words of a card's rows in the index, and those of its explanation."""
+    """Return the words in a card's index rows and title, and those in its explanation."""
     card = TEXTS[name]
     seen = frozenset().union(*(words_of(phrase) for phrase in phrases_of_cards()[name]))
     return seen, words_of(" ".join([card.why, card.tell, card.fix]))
@@ -146,18 +146,18 @@ def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 @cache
 def words_of(text: str) -> frozenset[str]:
-    """Return a text's words without endings, and each pair of neighbors, but no numbers and no very common words."""
+    """Return a text's words without endings, and its pairs of neighbors; numbers and very common words are left out."""
     words = [SAME.get(word, word) for word in map(stem, WORD.findall(text.lower())) if word not in COMMON]
     return frozenset(words) | {f"{one} {next_one}" for one, next_one in pairwise(words)}
 
 
 def stem(word: str) -> str:
-    """Return a word without its ending: "hangs" is "hang", and "decreasing" is "decreas"."""
+    """Return a word without its ending: "hangs" becomes "hang", and "decreasing" becomes "decreas"."""
     return word if word in COMMON else ENDING.sub("", word)
 
 
 def normalized(text: str) -> str:
-    """Return the text in lowercase, with single spaces and # for each number; exit codes are kept, in Python's form."""
+    """Return the text in lowercase, with single spaces, exit codes as in Python, and # for all other numbers."""
     text = EXIT_CODE.sub(lambda found: f"exit code {signal_of(int(found[1]))}", " ".join(text.lower().split()))
     return re.sub(r"(?<![-\d])(?<!exit code )\d+|(?<=-)\d{3,}", "#", text)
 
@@ -173,7 +173,7 @@ COMMON = frozenset(
     "line torch py module name named use using used get got will would which any some also just only after before all "
     "try trying way how what why like same issue problem code run running set please help cannot import importerror out".split()
 )
-# Words that people use, and the word that the cards use instead; all without endings.
+# Words that people use -> the cards' word for the same thing; all without endings.
 SAME = {
     said: word
     for word, others in {

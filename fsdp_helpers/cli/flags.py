@@ -1,4 +1,4 @@
-"""The command line's flags, which are read from dataclasses of settings. No torch import."""
+"""The command line's flags, made from the dataclasses that define the settings. No torch import."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,10 +14,10 @@ VALUE_NAMES = {int: "N", float: "X", str: "DIR", Path: "FILE", bool: ""}
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag of the command line."""
+    """A command-line flag."""
 
     setting: str
-    kind: type  # of the value; bool for a switch, which takes none
+    kind: type  # the value's type; bool for a switch, which takes no value
     choices: tuple[str, ...] | None = None
     default: object = None
     placeholder: str | None = None
@@ -27,12 +27,12 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """Return the flag's name; a switch that is on by default gets a flag that turns it off."""
+        """Return the flag's name; for a switch that's on by default, it's the flag that turns it off."""
         return ("--no-" if self.default is True else "--") + (self.flag or self.setting.replace("_", "-"))
 
     @property
     def value(self) -> str:
-        """Return the placeholder of the value in the help text; "" for a switch."""
+        """Return the placeholder for the value in the help text; "" for a switch."""
         return f"{{{','.join(self.choices)}}}" if self.choices else self.placeholder or VALUE_NAMES[self.kind]
 
     def argument(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Flag:
         }
 
     def words(self, value: object) -> list[str]:
-        """Return the words to type for the setting's `value`; none for its default."""
+        """Return the words to type for this value of the setting; none for the default."""
         if value == self.default or value is None:
             return []
         if self.kind is bool:
@@ -66,7 +66,7 @@ class Flag:
 
 
 def flags(settings: type = TrainConfig) -> Iterator[Flag]:
-    """Yield one flag for each documented field of a dataclass, in the order of the fields."""
+    """Yield a flag for each documented field of a dataclass, in the fields' order."""
     for one in fields(settings):
         if "meaning" in one.metadata:
             (kind,) = [kind for kind in get_args(one.type) or (one.type,) if kind is not NoneType]
@@ -81,7 +81,7 @@ def add_flags(parser: Any, rows: Iterable[Flag]) -> None:
 
 
 def given_settings(options: Mapping[str, Any], rows: Iterable[Flag]) -> dict[str, Any]:
-    """Return the settings that have a value on the command line, each converted to its own unit."""
+    """Return the settings given on the command line, each converted to the setting's own unit."""
     found = {row.setting: (row, options[row.setting]) for row in rows}
     return {
         name: value * row.factor if row.kind is float else value

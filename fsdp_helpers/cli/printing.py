@@ -1,4 +1,4 @@
-"""Output of the commands: a line about the data, a run in a few lines of text, and JSON. No torch."""
+"""The commands' output: a line about the data, a run in a few lines of text, and JSON. No torch import."""
 
 import json
 import sys
@@ -12,15 +12,15 @@ from fsdp_helpers.records import RankRecord, RunRecord
 
 def print_data_source(source: str, config: TrainConfig) -> None:
     """Print to standard error which data a run uses."""
-    from fsdp_helpers.data.images import describe_source
+    from fsdp_helpers.data.source import describe_source
 
     print(describe_source(source, config.data_dir), file=sys.stderr)
 
 
 def check_output_path(path: Path | None) -> None:
-    """Raise ValueError if no file can be written to `path`; call this before computing its content."""
+    """Raise ValueError if a file can't be written to `path`; call this before computing its content."""
     if path is not None and not path.parent.is_dir():
-        raise ValueError(f"{path}: the folder {path.parent} does not exist")
+        raise ValueError(f"{path}: the folder {path.parent} doesn't exist")
     if path is not None and path.is_dir():
         raise ValueError(f"{path} is a folder; give a file")
     if path is not None:
@@ -39,7 +39,7 @@ def write_json(content: dict, path: Path) -> None:
 
 
 def print_summary(record: RunRecord) -> None:
-    """Print the settings of the run, how well it learned, and the bytes of each rank."""
+    """Print the run's settings, how well it learned, and each rank's bytes."""
     config = record.config
     print(
         f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "

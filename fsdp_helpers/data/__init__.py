@@ -1,1 +1,1 @@
-"""The data: MNIST or the bundled digits, and text. They're the same on any number of ranks."""
+"""The data: MNIST or the bundled digits, and text; the same for any number of ranks."""

@@ -1,4 +1,4 @@
-"""MNIST if it's available, else the bundled digits, as one tensor that's split into the ranks' batches."""
+"""MNIST if it's available, otherwise the bundled digits, in one tensor from which each rank takes its batches."""
 
 import os
 from collections.abc import Iterator
@@ -11,16 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_helpers.data.mnist import FAILED_DOWNLOAD, download_mnist, mnist_is_there, one_process_at_a_time
+from fsdp_helpers.data.source import NUM_DIGITS_FOR_TEST, find_data_dir, source_at_hand
 
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, on a scale from 0 to 1
-NUM_DIGITS_FOR_TEST = 360  # of the 1,797 bundled digits: the last fifth
-
-HOW_TO_GET_MNIST = (
-    "To use MNIST, put its four .gz files into the folder MNIST/raw of {folder}, or connect to the network and run "
-    "again. The next download is tried an hour after the one that failed; to try at once, delete "
-    f"{{folder}}/{FAILED_DOWNLOAD}."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,82 +30,26 @@ class Split:
         return Split(images=self.images.to(device), labels=self.labels.to(device))
 
     @property
-    def num_bytes(self) -> int:  # 00 shows it
+    def num_bytes(self) -> int:  # shown in notebook 00
         return self.images.nbytes + self.labels.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Training and test images of a run, and their source."""
+    """A run's training and test images, and their source."""
 
     source: str  # "mnist" or "digits"
     train: Split
     test: Split
 
 
-def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
-    """Return `data_dir` if given, else the path in FSDP_DATA_DIR, else data/ at the project's root."""
-    chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
-    return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
-
-
-def offline() -> bool:
-    """Return True if FSDP_OFFLINE asks for the bundled digits: nothing is downloaded, and MNIST is ignored."""
-    return os.environ.get("FSDP_OFFLINE", "") not in ("", "0")
-
-
-def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
-    """Make sure that workers find their data; return the source, "mnist" or "digits".
-
-    One process calls this before the workers start: MNIST is downloaded at most once, even if two notebooks start
-    together, and its checksums are computed only here. After a download fails, it isn't tried again for an hour.
-    Raises DataError for a damaged file, a damaged download, or a folder that isn't writable.
-    """
-    if offline():
-        return "digits"
-    folder = find_data_dir(data_dir)
-    if mnist_is_there(folder, checksums=True):
-        return "mnist"
-    with one_process_at_a_time(folder):
-        if mnist_is_there(folder, checksums=True) or download_mnist(folder):
-            return "mnist"
-    return "digits"
-
-
-def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
-    """Say which data are used and, for the digits, how to get MNIST."""
-    if source.startswith("text "):
-        return f"Data: a {source} (the beginning of its SHA-256), as bytes."
-    if source == "mnist":
-        return "Data: MNIST, 60,000 training and 10,000 test images."
-    if offline():
-        return "Data: scikit-learn's 1,797 bundled digits, because FSDP_OFFLINE is set. To use MNIST, unset it."
-    remedy = HOW_TO_GET_MNIST.format(folder=find_data_dir(data_dir).name)
-    return f"Data: scikit-learn's 1,797 bundled digits, because MNIST could not be downloaded. {remedy}"
-
-
-def source_at_hand(data_dir: str | os.PathLike | None = None) -> str:
-    """Return the source that's available now, "mnist" or "digits", without downloading anything."""
-    return "mnist" if not offline() and mnist_is_there(find_data_dir(data_dir)) else "digits"
-
-
-def num_train_images(source: str | None = None) -> int:
-    """Return the number of training images in `source` or, by default, in the data available now."""
-    return 60_000 if (source or source_at_hand()) == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
-
-
-def num_test_images(source: str | None = None) -> int:
-    """Return the number of test images in `source` or, by default, in the data available now."""
-    return 10_000 if (source or source_at_hand()) == "mnist" else NUM_DIGITS_FOR_TEST
-
-
 def load_data(
     data_dir: str | os.PathLike | None = None, *, train_images: int | None = None, test_images: int | None = None
 ) -> Dataset:
-    """Load MNIST if the data folder has it, else the bundled digits; all images, or the first N of each split.
+    """Load MNIST if the data folder has it, otherwise the bundled digits: all images, or the first N of each split.
 
-    This only reads files, so any number of ranks can call it at the same time. It checks file sizes; `prepare_data` has
-    already checked the contents.
+    This only reads files, so any number of ranks can call it at the same time. It checks the files' sizes;
+    `prepare_data` has already checked their contents.
     """
     folder = find_data_dir(data_dir)
     source = source_at_hand(data_dir)
@@ -165,7 +102,7 @@ def _split(pixels: Tensor, labels: Tensor, count: int | None) -> Split:
 
 
 def _read_mnist(folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """Return pixels (N, 28, 28) and labels (N,) for training and for testing."""
+    """Return pixels (N, 28, 28) and labels (N,), for training and for testing."""
     from torchvision.datasets import MNIST
 
     parts = [MNIST(folder, train=train) for train in (True, False)]
@@ -173,10 +110,10 @@ def _read_mnist(folder: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def _read_digits() -> list[tuple[Tensor, Tensor]]:
-    """Return pixels (N, 28, 28) and labels (N,) for training and testing, from 8 x 8 pixels with values 0 to 16.
+    """Return pixels (N, 28, 28) and labels (N,), for training and for testing, scaled up from 8 x 8 pixels.
 
-    This reads the file just as `sklearn.datasets.load_digits` does, but without importing all of scikit-learn and
-    SciPy.
+    This reads the same file as `sklearn.datasets.load_digits`, whose values are 0 to 16, but without importing all of
+    scikit-learn and SciPy.
     """
     package = Path(find_spec("sklearn").origin).parent
     rows = torch.from_numpy(np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=","))  # (1797, 65)

@@ -1,4 +1,4 @@
-"""Text as bytes, split into sequences: a token is a byte, and the model predicts the next byte."""
+"""Text as bytes, split into sequences. Each token is a byte, and the model predicts the next byte."""
 
 import hashlib
 import importlib
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_helpers.data.images import Dataset, Split
-from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.source import DataError
 
 # Modules of Python's standard library with well-documented functions.
 DOCUMENTED = (
@@ -19,12 +19,12 @@ DOCUMENTED = (
     "shutil signal site socket sqlite3 ssl statistics subprocess symtable sys sysconfig tempfile textwrap threading "
     "time timeit tokenize traceback types typing unittest uuid warnings weakref zipfile zlib"
 ).split()
-TEST_PART = 10  # one sequence in ten is for testing; they're the last ones
+TEST_PART = 10  # one sequence in ten, the last tenth of the text, is for testing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text as bytes; records call it by its `source`, such as "text 5f2a9c01d7e3"."""
+    """A text as bytes. Records identify it by its `source`, such as "text 5f2a9c01d7e3"."""
 
     content: bytes
 
@@ -40,7 +40,7 @@ class Text:
 
 
 def read_text(path: str | None = None) -> Text:
-    """Return the text of a file or, without one, the reference texts included with Python (`reference_text`).
+    """Return the text in the file at `path` or, by default, the reference texts included with Python.
 
     Raises DataError if the file can't be read.
     """
@@ -49,7 +49,8 @@ def read_text(path: str | None = None) -> Text:
     try:
         return Text(content=Path(path).read_bytes())
     except OSError as error:
-        raise DataError(f"the text {path} cannot be read ({error.strerror}); give a file with --text") from error
+        reason = f"the text {path} can't be read ({error.strerror}); give a readable file with --text"
+        raise DataError(reason) from error
 
 
 def reference_text() -> str:

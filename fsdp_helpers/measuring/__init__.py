@@ -1,1 +1,1 @@
-"""Count the bytes and the collectives of a running rank."""
+"""Count a running rank's bytes and collectives."""

@@ -10,7 +10,7 @@ from fsdp_helpers.sharding.recompute import MATRIX_PRODUCTS
 
 
 def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
-    """Return the bytes that a transformer block needs in a step on `tokens`, of shape (images, tokens, width)."""
+    """Return the bytes that a transformer block needs in a step on `tokens`, whose shape is (images, tokens, width)."""
     images, num_tokens, width = tokens.shape
     return BlockBytes(
         kept_bytes=kept_bytes(block, tokens),
@@ -23,14 +23,13 @@ def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
 
 
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Return the bytes that a forward of `model` keeps for backward: each storage once, parameters not included.
+    """Return the bytes that a forward of `model` keeps for backward, without parameters; each storage counts once.
 
     Call it in one process, on a model that isn't sharded. It doesn't train the model.
     """
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[
-        int, Tensor
-    ] = {}  # a storage's address -> a tensor that keeps it alive, so that the address isn't reused
+    # A storage's address -> a tensor that keeps it alive, so that the address isn't reused
+    kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in parameters:
@@ -44,7 +43,7 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
 
 
 def products_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Return the output bytes of all matrix products in a forward of `model`, which selective checkpointing keeps."""
+    """Return the bytes that selective checkpointing keeps: the outputs of all matrix products in a forward."""
     with ProductCount() as count, torch.no_grad():
         model(*inputs)
     return count.num_bytes

@@ -1,4 +1,4 @@
-"""Record every collective of a rank: its kind, its bytes, how many of those the rank sends, and its times."""
+"""Record a rank's collectives: the kind of each, its bytes, the bytes that the rank sends for it, and its times."""
 
 import threading
 import time
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 from fsdp_helpers.records import Collective, CollectiveCount
 
-# Operator -> the name that torch.distributed gives it. Some are c10d's, which torch.distributed calls; the others are
-# the functional ones, which DTensors call.
+# Operator -> its name in torch.distributed. Some are c10d's operators, which torch.distributed calls; the others are
+# functional ones, which DTensors call.
 OP_NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -53,13 +53,13 @@ SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """A mode that records every collective in `events`, and lets each one finish before the next operation.
+    """A mode that records every collective in `events`, and waits for each one to finish before the next operation.
 
     gloo completes a collective in a separate thread. If the last reference to a buffer is dropped there, the profiler,
     which follows only one thread, doesn't see the buffer being freed. Waiting makes byte counts exact and reproducible.
     On a GPU, NCCL's `wait()` only makes later kernels wait, so we synchronize before and after each collective, and at
-    both ends of each `record_function` phase. Otherwise, we'd only time the launches. As a result, times under a trace
-    don't show communication overlapping with computation.
+    both ends of each `record_function` phase. Otherwise, we'd time only the launches. As a result, communication never
+    overlaps with computation under a trace.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class CollectiveTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor handles it first, with local tensors; then its collectives come here
+            return NotImplemented  # DTensor handles it first, with local tensors; its collectives then come here
         waits = is_collective(func)
         if waits or func.namespace == "profiler":
             _let_gpu_catch_up()
@@ -106,13 +106,13 @@ def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tupl
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
-    """Return whether an operator is a collective, either one of c10d's or a functional one."""
+    """Return True if an operator is a collective, whether c10d's or a functional one."""
     namespace, _, name = func._schema.name.partition("::")
     return namespace in NAMESPACES and name not in NO_COLLECTIVES
 
 
 def is_point_to_point(func: torch._ops.OpOverload) -> bool:
-    """Return whether an operator sends to one other rank, or receives from one."""
+    """Return True if an operator sends to one other rank, or receives from one."""
     return OP_NAMES.get(func._schema.name.partition("::")[2]) in ("send", "recv")
 
 
@@ -124,7 +124,7 @@ def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_
     op = OP_NAMES.get(name, name)
     full_bytes = _full_bytes(op, named.values(), group.size())
     if op == "all_gather" and func.namespace != "c10d":
-        # A functional one returns the full tensor, but its argument is only this rank's shard.
+        # A functional all-gather returns the full tensor, but its argument is only this rank's shard.
         full_bytes *= group.size()
     is_root = named.get("root_rank") == group.rank()
     sent_bytes = collective_sent_bytes(op, full_bytes, group.size(), is_root=is_root)
@@ -134,15 +134,15 @@ def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_
 
 
 def _group_of(named: dict[str, object]) -> dist.ProcessGroup:
-    """Return the process group of a call; functional collectives only pass the group's name."""
+    """Return the process group of a call; functional collectives pass only the group's name."""
     if "process_group" in named:
-        return dist.ProcessGroup.unbox(named["process_group"])  # under hybrid sharding, not all ranks belong to it
+        return dist.ProcessGroup.unbox(named["process_group"])  # under hybrid sharding, it doesn't include all ranks
     group = named["group_name"]
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
 
 
 def _sent_to_others(named: dict, group: dist.ProcessGroup) -> int:
-    """Return how many bytes of an all-to-all this rank sends to others; each may get a different number of rows."""
+    """Return the bytes that this rank sends to others in an all-to-all; each may get a different number of rows."""
     sizes = [tensor.nbytes for tensor in _tensors(named.get("input_tensors", named.get("input")))]
     rows = named.get("input_split_sizes")
     if rows and sum(rows):
@@ -155,7 +155,7 @@ def _sent_to_others(named: dict, group: dist.ProcessGroup) -> int:
 def _full_bytes(op: str, arguments: Iterable[object], num_ranks: int) -> int:
     """Return the size of the full tensor, such as an all-gather's output or a reduce-scatter's input."""
     sizes = [sum(tensor.nbytes for tensor in _tensors(argument)) for argument in arguments]
-    if op in ("gather", "scatter"):  # one rank has the full tensor, and every rank has a part
+    if op in ("gather", "scatter"):  # one rank has the full tensor, and every rank has a part of it
         return num_ranks * min(size for size in sizes if size)
     return max(sizes)
 
@@ -165,7 +165,7 @@ def _tensors(arg: object) -> list[Tensor]:
 
 
 def _settle() -> None:
-    """Give gloo's thread time to drop its last references. On a busy machine, it may have to wait for a core."""
+    """Give gloo's thread time to drop its last references; on a busy machine, it may have to wait for a core."""
     end_s = time.perf_counter() + BUSY_SETTLE_S
     time.sleep(SETTLE_S)
     while _another_thread_runs() and time.perf_counter() < end_s:
@@ -173,7 +173,7 @@ def _settle() -> None:
 
 
 def _another_thread_runs() -> bool:
-    """Return True if another thread of this process is running or waiting for a core, which only Linux can tell."""
+    """Return True if another thread of this process is running or waiting for a core; always False except on Linux."""
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended
             state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
@@ -192,7 +192,6 @@ def _wait_for(result: object) -> None:
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.ScriptObject):
             dist.Work.unbox(leaf).wait()
-        elif isinstance(
-            leaf, Tensor
-        ):  # a functional collective's result; with c10d's tensors, there's nothing to wait for
+        elif isinstance(leaf, Tensor):
+            # It's a functional collective's result. For c10d's tensors, there's nothing to wait for.
             torch.ops._c10d_functional.wait_tensor(leaf)

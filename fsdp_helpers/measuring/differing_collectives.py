@@ -18,8 +18,8 @@ from fsdp_helpers.records import Collective
 class Divergence:
     """The first position at which ranks call different collectives."""
 
-    position: int  # the number of collectives before it that all ranks have in common
-    collectives: tuple[Collective | None, ...]  # one per rank; None if the rank has no more of them
+    position: int  # the number of collectives before it, which all ranks have in common
+    collectives: tuple[Collective | None, ...]  # one per rank; None if that rank has no more
 
     def __str__(self) -> str:
         places = [f"rank {rank}: {describe(event)}" for rank, event in enumerate(self.collectives)]
@@ -45,7 +45,7 @@ def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | 
 
 
 class CollectiveLog(TorchDispatchMode):
-    """A mode that writes each collective to a file before it begins, so even one that never ends is in the file."""
+    """A mode that logs each collective to a file before it begins, so even one that never ends is in the log."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Run a step without values: fake tensors compute a model's shapes, and we count the memory they would take.
 
-A fake tensor has a shape, a dtype and a device, but no memory. A mode that sees every operation counts the storages of
-the results until they're freed. It can't see what an operation allocates internally.
+A fake tensor has a shape, a dtype and a device, but no memory. A mode that sees every operation counts the results'
+storages until they're freed. It can't see the memory that an operation allocates internally.
 """
 
 import weakref
@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether any parameter is on the meta device: it has a shape but no values."""
+    """Return True if any parameter is on the meta device, where it has a shape but no values."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Within the block, new tensors are fake, and operations use only the shapes of real ones."""
+    """Within the block, make new tensors fake, and use only the shapes of real ones."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
@@ -53,7 +53,7 @@ def made_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return the batch with fake tensors on the CPU in place of real ones."""
+    """Return the batch with fake CPU tensors in place of real ones."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
@@ -65,13 +65,13 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 class FakeTrace(TorchDispatchMode):
-    """A mode that keeps a running sum of the bytes that operations return; `mark` begins a new interval."""
+    """A mode that keeps a running total of the bytes in operations' results; `mark` begins a new interval."""
 
     def __init__(self) -> None:
         super().__init__()
         self._known: weakref.WeakSet = weakref.WeakSet()
         self._bytes = 0
-        self._stretches: list[list[int]] = []  # for each mark: the bytes at that point, and the most since
+        self._stretches: list[list[int]] = []  # for each mark: the bytes at that point, and the peak since then
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -81,7 +81,7 @@ class FakeTrace(TorchDispatchMode):
         return result
 
     def know(self, model: nn.Module, batch: Any) -> None:
-        """Remember the model's and the batch's tensors, so that they don't count."""
+        """Remember the tensors of the model and the batch, so that they aren't counted."""
         for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(batch)]:
             if isinstance(tensor, Tensor):
                 self._known.add(tensor.untyped_storage())
@@ -90,7 +90,7 @@ class FakeTrace(TorchDispatchMode):
         self._stretches.append([self._bytes, self._bytes])
 
     def between_marks(self) -> list[tuple[int, int]]:
-        """Return, for each interval, the bytes at its start and the most until the next one begins."""
+        """Return, for each interval, the bytes at its start, and the peak until the next one begins."""
         return [(start, most) for start, most in self._stretches]
 
     def _see(self, storage: torch.UntypedStorage) -> None:

@@ -1,4 +1,4 @@
-"""Count every byte of a rank: the state it holds, from live tensors, and a curve of everything it allocates."""
+"""Count a rank's bytes: the state it holds, from its live tensors, and a curve of everything it allocates."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ _CLOCK_MARK = "fsdp_helpers clock"
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
     """Return the bytes of this rank's parameters, gradients and optimizer state, without padding.
 
-    Of a sharded tensor, only this rank's shard counts. Adam's step counters, 4 bytes per tensor, are left out.
+    If a tensor is sharded, only this rank's shard counts. Adam's step counters, 4 bytes per tensor, are left out.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -53,8 +53,8 @@ class MemoryTrace:
     """A trace of every allocation on a device, every named phase and every collective between start() and stop().
 
     Start it before you create the model: only memory allocated after start() counts. On CUDA, we count the bytes that
-    tensors requested, not the blocks they got. A phase or a collective ends when the GPU is done, not when the work has
-    been launched, so times under a trace don't show any overlap.
+    were requested, not the blocks that were handed out. A phase or a collective ends when the GPU is done, not when the
+    work has been launched, so times under a trace don't show any overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class MemoryTrace:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise, the profiler's library prints to standard error
         self._stack = ExitStack()
         with warnings.catch_warnings():
-            # torch 2.11 warns about a profile's cycles, even if there's only one
+            # torch 2.11 warns about a profiler's cycles even if there's only one
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
             self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
         self._stack.enter_context(self._collectives)
@@ -90,7 +90,7 @@ class MemoryTrace:
         events, began_ns = result.events(), result.trace_start_ns()
         self._phases = _read_phases(events, began_ns)
         marks_s = [phase.start_s for phase in self._phases if phase.name == _CLOCK_MARK]
-        # A mark begins a little after we note its time. The least delayed one tells how far the clocks differ.
+        # A mark begins a little after we note its time. The least delayed mark gives the offset between the clocks.
         offset_s = max(noted_s - mark_s for noted_s, mark_s in zip(self._marks_s, marks_s, strict=True))
         self._phases = [_shifted(phase, offset_s) for phase in self._phases]
         if on_cuda:  # both the allocator and the profiler use Unix time
@@ -99,25 +99,25 @@ class MemoryTrace:
         self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
-        """Return the last phase called `name`, with times from its start and a curve less `uncounted_bytes`.
+        """Return the last phase called `name`: its times from its start, and its curve less `uncounted_bytes`.
 
-        Raises ValueError if there's no phase of that name.
+        Raises ValueError if there's no phase with that name.
         """
         found = [phase for phase in self._phases if phase.name == name]
         if not found:
-            raise ValueError(f"the trace saw no {name!r}; mark it with torch.profiler.record_function({name!r})")
+            raise ValueError(f"the trace has no {name!r}; mark it with torch.profiler.record_function({name!r})")
         return self._between(found[-1].start_s, found[-1].end_s, uncounted_bytes)
 
     def last_step(self) -> StepTrace:
-        """Return the last step: from the end of the last but one `optimizer.step()` to the end of the last one.
+        """Return the last step: from the end of the next-to-last `optimizer.step()` to the end of the last one.
 
-        PyTorch marks `optimizer.step()` by itself. The images, allocated in a phase called "data", are subtracted from
-        the curve. Raises ValueError if there are fewer than two steps: the first one creates the optimizer state, so it
+        PyTorch itself marks each `optimizer.step()`. Images allocated in a phase called "data" are subtracted from the
+        curve. Raises ValueError if there are fewer than two steps: the first one creates the optimizer state, so it
         isn't representative.
         """
         ends_s = [phase.end_s for phase in self._phases if phase.name.startswith(OPTIMIZER_STEP)]
         if len(ends_s) < 2:
-            raise ValueError(f"the trace saw {len(ends_s)} step(s) of an optimizer; run 2 or more")
+            raise ValueError(f"the trace has {len(ends_s)} optimizer step(s); run 2 or more")
         return self._between(ends_s[-2], ends_s[-1], self._data_bytes())
 
     def _data_bytes(self) -> int:
@@ -129,7 +129,7 @@ class MemoryTrace:
         return self._between(self._marks_s[0], float("inf"), 0)
 
     def between_marks(self, name: str) -> list[tuple[int, int]]:
-        """Return, for each phase called `name`, the bytes allocated at its start, and the most until the next one.
+        """Return, for each phase called `name`, the bytes allocated at its start, and the peak until the next phase.
 
         The last phase's interval ends with the trace. To set a mark, use an empty `record_function(name)`.
         """
@@ -167,7 +167,7 @@ class MemoryTrace:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the block, torch computes in one thread. On a CPU, bf16 products take scratch memory for each thread."""
+    """Within the block, make torch compute in one thread. On a CPU, bf16 products need scratch memory per thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -178,7 +178,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
-    """Trace memory, phases and collectives within the block; read the results from the yielded trace afterwards.
+    """Trace memory, phases and collectives within the block; read the results from the yielded trace afterward.
 
     with trace_memory(rank_device()) as trace:
         model = fully_shard(MyModel())
@@ -220,13 +220,13 @@ def _shifted(phase: Phase, offset_s: float) -> Phase:
 
 # ---------------------------------------------------------------- on a GPU: the history of CUDA's caching allocator
 
-# The allocator rounds each request up to 512 bytes, and hands out a whole block if no more than 1 MiB of it would be
-# left over. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7 % more than the tensors take. Its
-# history also has the requests themselves. They're what the formulas predict: the same number of bytes as on the CPU.
+# The allocator rounds each request up to a multiple of 512 bytes, and hands out an entire block if no more than 1 MiB
+# of it would be left over. It counts those blocks as "allocated": for ShallowNet and Adam, 6.7% more than the tensors
+# take. Its history also has the requests themselves, which the formulas predict: the same bytes as on the CPU.
 
 
 def start_history(device: torch.device) -> None:
-    """Make the allocator record each request and each free from now on."""
+    """Make the allocator record every allocation and free from now on."""
     take_work_spaces(device)
     torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)  # cheap, without stacks
 
@@ -241,7 +241,7 @@ def stop_history(device: torch.device) -> list[dict]:
 def take_work_spaces(device: torch.device) -> None:
     """Make cuBLAS allocate its workspaces now, before we count anything.
 
-    torch 2.11 allocates them like tensors: 8 to 32 MiB for forward's thread and as much for backward's, unless
+    torch 2.11 allocates them like tensors: 8 to 32 MiB for forward's thread and the same for backward's, unless
     `CUBLAS_WORKSPACE_CONFIG` sets a smaller size.
     """
     values = torch.ones(16, 16, device=device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Record the copies between host and device that FSDP2's offload policy makes: which tensor, how many bytes, when."""
+"""Record the copies that FSDP2's offload policy makes between host and device: which tensor, how many bytes, when."""
 
 import sys
 import time
@@ -12,21 +12,21 @@ from torch.distributed.tensor import DTensor
 
 FULLY_SHARD = "torch.distributed.fsdp._fully_shard."  # the package with FSDP2's own code
 TO_DEVICE, TO_HOST = "to the device", "to the host"
-Seen = tuple[float, Tensor, Tensor]  # time in s, the tensor before the copy, the tensor after it
+Seen = tuple[float, Tensor, Tensor]  # time in s, the tensor to copy, the copy
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadCopy:
-    """The copy of a parameter's shard to the device, or of a gradient's shard to the host."""
+    """A copy of a parameter's shard to the device, or of a gradient's shard to the host."""
 
     name: str  # the parameter's name
     way: str  # TO_DEVICE or TO_HOST
     bytes: int
     start_s: float  # on the clock of `time.perf_counter()`
-    was_made: bool  # False if host and device are the same, so that the shard stays where it is
+    was_made: bool  # False if host and device are the same: then the shard stays where it is
 
     def unit(self, units: Sequence[str]) -> str:
-        """Return the name of the innermost of `units` that contains the parameter, or else "root"."""
+        """Return the name of the innermost of `units` that contains the parameter, or "root"."""
         return max((unit for unit in units if self.name.startswith(f"{unit}.")), key=len, default="root")
 
 
@@ -35,8 +35,8 @@ def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
     """Within the block, record the copies in a step of `model`; the yielded list is filled when the block ends.
 
     It records every `tensor.to(device)` in FSDP2's own code, which is how its offload policy copies. If the tensor is
-    already on that device, `to` returns it unchanged. So on the CPU, we see the calls, with their bytes and times, but
-    nothing is copied. End the block before you free the gradients.
+    already on that device, `to` returns it unchanged. So on the CPU, we see the calls, with their bytes and times, even
+    though nothing is copied. End the block before you free the gradients.
     """
     found: list[OffloadCopy] = []
     seen: list[Seen] = []
@@ -59,7 +59,7 @@ def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
 
 
 def named_copies(model: nn.Module, seen: Sequence[Seen]) -> list[OffloadCopy]:
-    """Return the recorded copies, named after `model`'s parameters, without the empty ones of very small parameters."""
+    """Return the recorded copies, named after `model`'s parameters; a small parameter's empty shards are left out."""
     parameters = {_memory(parameter): name for name, parameter in model.named_parameters()}
     gradients = {
         _own(parameter.grad).data_ptr(): name  # a unit's gradients share a buffer

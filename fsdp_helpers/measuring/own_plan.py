@@ -1,6 +1,6 @@
 """Plan your own model: measure one step of one process, and calculate everything else.
 
-A model on the meta device has no values, so its step uses fake tensors, and counts the memory that fused GPU kernels
+A model on the meta device has no values, so its step runs on fake tensors, counting the memory that fused GPU kernels
 would need. A model with values is measured on its batch's device.
 """
 
@@ -31,7 +31,7 @@ from fsdp_helpers.sharding.recompute import checkpoint_activations
 
 PURE = "pure-bf16"  # everything is in bf16, including the batch and the buffers
 LossOf = Callable[[nn.Module, Any], Tensor]
-Flat = tuple[str, ...] | None  # the units that FSDP1 makes flat
+Flat = tuple[str, ...] | None  # the units whose parameters FSDP1 flattens
 Classes = type[nn.Module] | tuple[type[nn.Module], ...]
 
 
@@ -50,13 +50,13 @@ def plan_model(
     allowance_gb: float | None = None,
     **settings,
 ) -> tuple[Plan, str]:
-    """Plan any model on `world_size` ranks. Return the plan, and the verdict on it as a sentence.
+    """Plan any model on `world_size` ranks. Return the plan, and a verdict on it in a sentence.
 
     `factory()` creates the model, on the CPU or on the meta device. `batch` is one rank's input to one forward: a
     tensor or any nesting of tensors, with samples along the first dimension. `loss_of(model, batch)` returns the loss
-    (default: the mean of each output, added up). Modules of `unit_class` are FSDP units, which activation checkpointing
+    (default: the sum of the outputs' means). Modules of `unit_class` are FSDP units, which activation checkpointing
     recomputes; `unit_names` are further units that it doesn't recompute, such as an embedding and a head. `device` is a
-    name from `planning.devices`. Numbers that you pass override that device's, and without a device, you have to pass
+    name from `planning.devices`. Numbers that you pass override that device's; without a device, you have to pass
     `device_memory_gb`. `settings` are those of `planning.plan.Settings`, such as the optimizer and the number of
     micro-batches. The bytes that DDP sends to broadcast buffers before each forward aren't counted. Raises ValueError
     for an impossible cluster or impossible settings.
@@ -72,7 +72,7 @@ def plan_model(
     if device:
         cluster = Cluster.of(device, world_size, chosen.precision, **numbers)
     elif device_memory_gb is None:
-        raise ValueError("the memory of a device is missing; give device_memory_gb, or name a device")
+        raise ValueError("the device's memory is missing; give device_memory_gb, or name a device")
     else:
         cluster = Cluster(world_size=world_size, **numbers)
     subject = measured_subject(factory, batch, loss_of or mean_of_outputs, unit_class, unit_names)
@@ -88,14 +88,14 @@ def measured_subject(
     unit_class: Classes = (),
     unit_names: Sequence[str] = (),
 ) -> Subject:
-    """Return the model as a subject to plan. It's measured when a plan first needs a measurement.
+    """Return the model as a subject for a plan. It's measured when a plan first needs a measurement.
 
     Raises ValueError for a model without trainable parameters.
     """
     device = next((leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     model = factory()
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no trainable parameters, so there is no step to plan")
+        raise ValueError(f"{type(model).__name__} has no trainable parameters, so there's no step to plan")
     recomputed, units = find_units(model, unit_class, unit_names)
     fake = is_meta(model)
 
@@ -134,12 +134,12 @@ def measured_subject(
 
 
 def _dtype(precision: str) -> torch.dtype:
-    """Return the dtype to create a model and its batch in; under mixed precision, they're cast later."""
+    """Return the dtype in which to create a model and its batch; under mixed precision, they're cast later."""
     return torch.bfloat16 if precision == PURE else torch.float32
 
 
 def with_autocast(loss_of: LossOf, device: torch.device) -> LossOf:
-    """Return a function that computes the same loss under autocast."""
+    """Return a function that computes the same loss, but under autocast."""
 
     def loss_in_bf16(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
@@ -151,7 +151,7 @@ def with_autocast(loss_of: LossOf, device: torch.device) -> LossOf:
 def find_units(
     model: nn.Module, unit_class: Classes, unit_names: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of modules to recompute, and those of all units. Raises ValueError for an unknown name."""
+    """Return the names of the modules to recompute, and those of all units. Raises ValueError for an unknown name."""
     recomputed = tuple(name for name, module in model.named_modules() if name and isinstance(module, unit_class))
     named = dict(model.named_modules())
     if unknown := [name for name in unit_names if name not in named]:
@@ -162,17 +162,17 @@ def find_units(
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """Return the names of the BatchNorm modules."""
+    """Return the names of the model's BatchNorm modules."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 def refused_precision(batch_norms: list[str], precision: str) -> str | None:
-    """Return why a model with these BatchNorms can't run in a precision, or None if it can."""
+    """Return why a model with these BatchNorms can't run in `precision`, or None if it can."""
     if precision != "bf16" or not batch_norms:
         return None
     return (
-        f"{batch_norms[0]!r} is a BatchNorm, whose statistics stay in fp32 while its weights are in bf16, and torch "
-        f"refuses that under fully_shard; use fp32, or a norm without statistics"
+        f"{batch_norms[0]!r} is a BatchNorm, whose statistics stay in fp32 while its weights are in bf16, which torch "
+        f"doesn't allow under fully_shard; use fp32, or a norm without statistics"
     )
 
 
@@ -184,7 +184,7 @@ def fake_step(
     precision: str,
     flat_units: Flat = None,
 ) -> StepProfile:
-    """Return the profile of a step of a model that has no values: like `measure_step`, but with fake tensors."""
+    """Return the profile of a step of a model that has no values, like `measure_step` but with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     with fake_tensors() as mode, needs_no_values(type(model).__name__):
         made_fake(model, mode, _dtype(precision))
@@ -210,25 +210,25 @@ def fake_step(
 
 @contextmanager
 def needs_no_values(name: str) -> Iterator[None]:
-    """Within the block, raise ValueError with an explanation if the model needs values, since there are only shapes.
+    """Within the block, raise ValueError with an explanation if the model, which has only shapes, needs values.
 
-    A router chooses each token's experts by its values, for example, so shapes don't tell how many tokens an expert
-    gets.
+    For example, a router chooses a token's experts by the token's values, so how many tokens an expert gets can't be
+    known from shapes.
     """
     try:
         yield
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise ValueError(
             f"the sizes of {name}'s tensors depend on values ("
-            f"{error.func if hasattr(error, 'func') else error}), like a router that sends tokens to experts, and the meta "
-            f"device has no values; give a factory for a smaller model on the CPU, or plan its config.json with "
-            f"`python -m fsdp_helpers plan --config`"
+            f"{error.func if hasattr(error, 'func') else error}), as when a router sends tokens to experts, but there "
+            f"are no values on the meta device; give a factory for a smaller model on the CPU, or plan its config.json "
+            f"with `python -m fsdp_helpers plan --config`"
         ) from None
 
 
 @contextmanager
 def fused_kernels() -> Iterator[None]:
-    """Within the block, RMSNorm and attention are fused as on a GPU. A CPU computes them step by step, and keeps more.
+    """Within the block, fuse RMSNorm and attention as on a GPU. (A CPU computes them step by step, and keeps more.)
 
     A dispatch mode would be simpler, but it wouldn't apply to recomputation in backward.
     """
@@ -251,7 +251,7 @@ def fused_kernels() -> Iterator[None]:
 
 
 class OneKernelNorm(torch.autograd.Function):
-    """RMSNorm with the memory of one kernel: it keeps its input and one statistic per token, and computes no values."""
+    """RMSNorm with a fused kernel's memory: it keeps its input and a statistic per token, and computes no values."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ class OneKernelNorm(torch.autograd.Function):
 def count_flops(
     model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return a forward's operations by module, each without those of modules within it, and attention's alone."""
+    """Return each module's operations in a forward, without its submodules', and those in its attention alone."""
     # Attention runs as plain products, since torch 2.11 doesn't count a fused kernel's operations on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:
@@ -312,17 +312,17 @@ def attention_counted(counter: FlopCounterMode) -> Iterator[dict[str, int]]:
 
 
 def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
-    """Return the sum of the outputs' means as a loss; the items of a tuple or list are separate arguments."""
+    """Return the sum of the outputs' means as a loss; a tuple's or list's items are passed as separate arguments."""
     outputs = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     return torch.stack([leaf.float().mean() for leaf in tree_leaves(outputs) if leaf.is_floating_point()]).sum()
 
 
 def num_samples(batch: Any) -> int:
-    """Return the number of samples in a batch: the first dimension of the tensors that have the most dimensions.
+    """Return the number of samples in a batch: the length of those of its tensors that have the most dimensions.
 
     For example, tokens of shape (4, 64) and positions of shape (64,) are four samples: a tensor with fewer dimensions
-    than another may have no sample dimension. A length of 1 is broadcast over the batch, so it only counts if all these
-    tensors have it. Raises ValueError if that leaves no length, or more than one.
+    than another may have no sample dimension. A length of 1 is broadcast over the batch, so it counts only if all these
+    tensors have it. Raises ValueError unless that leaves exactly one length.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     widest = max((tensor.ndim for tensor in tensors), default=0)
@@ -330,14 +330,14 @@ def num_samples(batch: Any) -> int:
     lengths = lengths - {1} or lengths
     if len(lengths) != 1:
         raise ValueError(
-            f"the batch has tensors of {sorted(lengths)} samples; all need the same number of samples, at least one, "
-            f"along the first dimension"
+            f"the batch has tensors of {sorted(lengths)} samples; all must have the same number, at least one, along the "
+            f"first dimension"
         )
     return lengths.pop()
 
 
 def first_samples(batch: Any, samples: int, dtype: torch.dtype) -> Any:
-    """Return the batch's first samples, floating-point ones in `dtype`; tensors without samples keep their size."""
+    """Return a batch's first samples, in `dtype` if they're floating-point; tensors without samples keep their size."""
     length = num_samples(batch)
 
     def first(leaf: Any) -> Any:

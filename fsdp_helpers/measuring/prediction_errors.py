@@ -20,7 +20,7 @@ from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.ranks.launch import launch
 
 IMAGES = 8  # per rank
-# The number of parameters from which a module is a unit: DeepNet's large layers, and the transformers' blocks.
+# Modules with at least this many parameters are units: DeepNet's large layers, and the transformers' blocks.
 THRESHOLDS = {"deep": 20_000, "vit-mnist": 40_000, "vit-deep": 500_000}
 VARIANTS = {
     "DDP": {"strategy": "ddp"},
@@ -39,23 +39,23 @@ class Run(NamedTuple):
     model: str
     variant: str
     world_size: int
-    real: bool  # True: one process for each rank; False: one real rank, and the others are imagined
+    real: bool  # True: one process per rank; False: one real rank, with the others imagined
 
 
 RANKS = [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]
-# all runs in the saved table
+# All runs in the saved table
 RUNS = [Run(model, variant, *ranks) for model, variant, ranks in product(THRESHOLDS, VARIANTS, RANKS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
-    """The results of one run: the prediction, and what rank 0 measured."""
+    """The results of one run: the prediction, and rank 0's measurements."""
 
     model: str
     variant: str
     world_size: int
     real: bool
-    when: str  # when the predicted peak comes
+    when: str  # the moment of the predicted peak
     predicted_bytes: int
     peak_bytes: int
     predicted_state_bytes: int
@@ -74,7 +74,7 @@ class ErrorRow:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether both the state and the sent bytes were predicted to the byte."""
+        """Return True if both the state and the sent bytes were predicted to the byte."""
         return (self.predicted_state_bytes, self.predicted_sent_bytes) == (self.state_bytes, self.sent_bytes)
 
 
@@ -102,7 +102,7 @@ def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
     """Measure the runs one by one, in new processes for real ranks, and yield a row for each."""
     for run in runs:
         config = variant_config(run.model, run.variant, run.world_size)
-        gc.collect()  # free what earlier runs left in this process, since the next ranks need the memory
+        gc.collect()  # free memory from earlier runs in this process, since the next ranks need it
         if run.real:
             measured, *_ = launch(measure_this_rank, config, world_size=run.world_size, device="cpu", progress=False)
         else:
@@ -114,7 +114,7 @@ def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
 def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequence[str], measured: RankOfN) -> ErrorRow:
     """Return a row that combines a measurement with its prediction.
 
-    Broadcasts don't count: DDP broadcasts buffers, such as BatchNorm's statistics, and a plan leaves those out.
+    Broadcasts don't count: DDP broadcasts buffers, such as BatchNorm's statistics, but plans leave those out.
     """
     ranks = run.world_size
     step = walk_step(profile, config, ranks, units, backend="gloo" if run.real else "fake")
@@ -136,9 +136,9 @@ def read_errors(path: str | Path) -> list[ErrorRow]:
 
 
 def write_errors(path: str | Path) -> list[ErrorRow]:
-    """Measure each run of the table that isn't in `path` yet, and update the file after each. Return all rows.
+    """Measure each of the table's runs that isn't in `path` yet, updating the file after each. Return all rows.
 
-    DeepNet's runs take the most time and memory by far. Delete the file to measure everything again.
+    DeepNet's runs take by far the most time and memory. To measure everything again, delete the file.
     """
     path = Path(path)
     known = {row.run: row for row in read_errors(path)} if path.exists() else {}

@@ -1,7 +1,7 @@
-"""Run one real rank of N by itself: a strategy's real code on real tensors, while the other ranks are imagined.
+"""Run one rank of N by itself: the strategy's real code on real tensors, with the other ranks faked.
 
-torch's fake process group completes every collective at once, with a tensor of the right size but wrong values. So
-losses are meaningless here, but this rank allocates as many bytes as a rank of N, and would send as many.
+torch's fake process group completes every collective immediately, with a tensor of the right size but wrong values. So
+losses are meaningless here, but this rank allocates as many bytes as a real rank of N, and would send as many.
 """
 
 import gc
@@ -26,16 +26,16 @@ from fsdp_helpers.records import CollectiveCount, StateBytes
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, count_units, shard_with_api
 
-STEPS = 3  # the first one isn't a steady step
+STEPS = 3  # the first step isn't steady
 STEP = "train step"
 ON_CPU = torch.device("cpu")
-# An option of the fake group: the other ranks hold the same values as this one.
+# An option of the fake group that gives the other ranks the same values as this one.
 LIKE_THIS_ONE = "simulate_uniform_ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOfN:
-    """One rank's bytes in a steady step: those it keeps, its peak, and those it sends."""
+    """One rank's bytes in a steady step: its state, the bytes it holds, its peak, and the bytes it sends."""
 
     rank: int
     world_size: int
@@ -52,9 +52,9 @@ class RankOfN:
 
 @contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Within the block, this process is rank `rank` of `world_size`, and the other ranks don't exist.
+    """Within the block, make this process rank `rank` of `world_size`, although the other ranks don't exist.
 
-    Raises RuntimeError if this process is already in a process group, or if torch has moved its fake one.
+    Raises RuntimeError if this process is already in a process group, or if torch has moved its fake process group.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is already in a process group; run one rank of N in a fresh process")
@@ -67,12 +67,12 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def fake_parts() -> tuple[dist.Store, object]:
-    """Return a store and options for torch's fake process group. Only this function names its private module."""
+    """Return a store and options for torch's fake process group; only this function imports its private module."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
     except ImportError as error:
         raise RuntimeError(
-            f"torch {torch.__version__} has moved the fake process group, which one rank of N needs: {error}. "
+            f"torch {torch.__version__} has moved the fake process group, which running one rank of N needs: {error}. "
             f"Everything else works without it"
         ) from error
     options = FakeProcessGroup.Options()
@@ -82,35 +82,35 @@ def fake_parts() -> tuple[dist.Store, object]:
 
 
 def can_imagine(strategy: str) -> bool:
-    """Return whether this torch can imagine a strategy's other ranks; torch 2.11 can't for DDP."""
-    # torch 2.11's fake group never completes a result that DDP waits for
+    """Return True if this version of torch can fake the other ranks under `strategy`; for DDP, torch 2.11 can't."""
+    # torch 2.11's fake group never completes a collective that DDP waits for
     return strategy != "ddp" or hasattr(fake_parts()[1], LIKE_THIS_ONE)
 
 
 def check_can_imagine(strategy: str) -> None:
-    """Raise RuntimeError if this torch can't imagine the other ranks under `strategy`."""
+    """Raise RuntimeError if this version of torch can't fake the other ranks under `strategy`."""
     if not can_imagine(strategy):
         raise RuntimeError(
-            f"torch {torch.__version__} cannot imagine DDP's other ranks, only FSDP's; torch 2.15 can do both"
+            f"torch {torch.__version__} can't fake DDP's other ranks, only FSDP's; torch 2.15 can do both"
         )
 
 
 def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> RankOfN:
-    """Measure one rank of a run of `config` on `world_size` ranks, on the CPU, with the other ranks imagined."""
+    """Measure one rank of a run of `config` on `world_size` ranks, on the CPU, with the other ranks faked."""
     check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
         return measure_this_rank(rank, world_size, config)
 
 
 def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
-    """Measure this rank of a run of `config` on the CPU, in a real group or an imagined one.
+    """Measure this rank of a run of `config` on the CPU, in a real group or a fake one.
 
-    The images are random, and there are as many as the rank would get. Raises ValueError if the run doesn't work on
+    The images are random, and their number is what the rank would get. Raises ValueError if the run can't work on
     `world_size` ranks, or has several micro-batches, since a step here has only one.
     """
     config.check_world_size(world_size)
     if config.micro_batches > 1:
-        raise ValueError(f"micro_batches is {config.micro_batches}; a step is measured with one; set it to 1")
+        raise ValueError(f"micro_batches is {config.micro_batches}, but steps are measured with only one; set it to 1")
     num_images = config.global_batch_size // world_size
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
     with one_thread():  # as if there were as many ranks as cores
@@ -130,8 +130,8 @@ def measure_own_rank_of_n(
 ) -> RankOfN:
     """Measure one rank of N for any model: `build()` creates it, `loss_of(model)` returns its loss on a rank's batch.
 
-    Of `config`, only the strategy, the API and the levers matter. `units` names the FSDP units below the root, which
-    activation checkpointing recomputes if it's on.
+    Only the strategy, the API and the memory levers in `config` matter. `units` names the FSDP units below the root,
+    which are recomputed if activation checkpointing is on.
     """
     check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
@@ -139,7 +139,7 @@ def measure_own_rank_of_n(
 
 
 def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
-    """Return `model` under the strategy of `config`, with the modules in `units` as units and checkpoints."""
+    """Apply the strategy of `config` to `model`, with the named modules as FSDP units and, if asked, recomputed."""
     chosen = {model.get_submodule(name) for name in units}
     if config.activation_checkpointing != "none":
         model = checkpoint_activations(model, units, config.activation_checkpointing)
@@ -153,7 +153,7 @@ def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]
 
 def trace_steps(build: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor]) -> RankOfN:
     """Build a model, train it for a few steps under a trace, and return the bytes of the last step."""
-    gc.collect()  # sharded models are full of cycles; if one is freed within the trace, the curve goes below zero
+    gc.collect()  # sharded models have reference cycles; freeing one within the trace would take the curve below 0
     title = f"rank {dist.get_rank()} of {dist.get_world_size():,}"
     with reports_drawn(), trace_memory(ON_CPU) as trace:
         report(0, STEPS, title)

@@ -1,6 +1,6 @@
-"""Measure one step of one process: how activations grow and shrink, and when each gradient is finished.
+"""Measure a step in one process: how activations grow and shrink, and when each gradient is finished.
 
-From such a profile, `planning.peak` predicts the peak for any number of ranks.
+From this profile, `planning.peak` predicts the peak for any number of ranks.
 """
 
 import gc
@@ -28,7 +28,7 @@ from fsdp_helpers.sharding.wrapping import choose_units, plain_name, size_policy
 
 MARK = "fsdp_helpers moment"
 CUT_BY_SIZE = ("fsdp-auto-wrap", "fsdp-offload")  # the strategies with units below the root
-WRAPPED = "_checkpoint_wrapped_module"  # the name of a module inside activation checkpointing's wrapper
+WRAPPED = "_checkpoint_wrapped_module"  # a module's name inside its activation checkpointing wrapper
 
 
 def measure_step(
@@ -39,20 +39,20 @@ def measure_step(
     flat_units: Sequence[str] | None = None,
     precision: str = "fp32",
 ) -> StepProfile:
-    """Return the profile of one forward, `compute_loss()`, and one backward of `model`, unsharded and in one process.
+    """Return the profile of one forward, `compute_loss()`, and one backward of the unsharded `model` in one process.
 
     Parameters aren't updated, and gradients are discarded. If units are checkpointed, recomputation is part of the
-    measurement. We record that backward leaves one of `units` when FSDP2 leaves it. That may be before the gradient of
-    its input is complete, if another module uses that input, too. For FSDP1, pass `flat_units`: an empty list if the
-    model is one unit. With `precision` "bf16", an fp32 model computes as under FSDP's mixed precision (see
+    measurement. Backward is recorded as leaving one of `units` when FSDP2 would leave it. If another module uses the
+    unit's input, too, that may be before the input's gradient is complete. For FSDP1, pass `flat_units`: an empty list
+    if the model is one unit. With `precision` "bf16", an fp32 model computes as under FSDP's mixed precision (see
     `cast_by_policy`), and its parameters stay in bf16. On a CPU, convolutions take scratch memory for each thread, so
     give this process as many threads as a rank has.
     """
     casts = cast_by_policy(model, units if flat_units is None else ()) if precision == "bf16" else nullcontext()
     with casts:
-        compute_loss().backward()  # what only the first step allocates doesn't count
+        compute_loss().backward()  # memory that only the first step allocates doesn't count
         model.zero_grad()
-        gc.collect()  # the trace should only free what was allocated within it
+        gc.collect()  # otherwise, memory allocated earlier might be freed within the trace
 
         def measure() -> tuple[Moment, ...]:
             marks = StepMarks(units)
@@ -66,9 +66,9 @@ def measure_step(
 
 @contextmanager
 def cast_by_policy(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
-    """Within the block, `model` computes in bf16 as under FSDP's mixed precision; its parameters stay in bf16.
+    """Within the block, make `model` compute in bf16 as under FSDP's mixed precision; its parameters stay in bf16.
 
-    It uses one thread, as CPU ranks usually do.
+    torch uses one thread, as CPU ranks usually do.
     """
     cast_parameters(model)
     with one_thread(), cast_inputs(model, units):
@@ -76,7 +76,7 @@ def cast_by_policy(model: nn.Module, units: Collection[str] = ()) -> Iterator[No
 
 
 def cast_parameters(model: nn.Module) -> None:
-    """Cast the parameters to bf16, in place; buffers stay as they are, as under FSDP's mixed precision."""
+    """Cast the parameters to bf16 in place; buffers keep their dtype, as under FSDP's mixed precision."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -84,7 +84,7 @@ def cast_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def cast_inputs(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
-    """Within the block, cast the inputs of the root and, for FSDP2, of any of `units` to bf16.
+    """Within the block, cast the inputs of the root and, for FSDP2, of all `units` to bf16.
 
     The cast copies take memory, and autograd may keep them until backward. If a value is combined with an fp32 buffer
     inside a unit, the result is fp32, as in a real run. Sources: torch 2.15, FSDP2's `FSDPState._cast_forward_inputs`
@@ -115,7 +115,7 @@ def profile_from(
     """Return the profile of `model`; `measure()` runs a step and returns its moments.
 
     If frozen and trained parameters share one of FSDP1's flat units, `measure` is called once more, with those frozen
-    ones trainable.
+    parameters made trainable.
     """
     profile = _record(model, measure())
     thawed = frozenset() if flat_units is None else frozen_beside_trained(profile, flat_units)
@@ -154,10 +154,10 @@ def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> St
 
 
 def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -> dict[str, Peak]:
-    """Return each run's predicted peak, which is calculated from one micro-batch, measured here in one process.
+    """Return each run's predicted peak, calculated from one micro-batch that's measured here in one process.
 
-    Runs that only differ in their sharding share a measurement. `backend` is "gloo" or "nccl"; the default is the run's
-    own backend.
+    Runs that differ only in their sharding share a measurement. `backend` is "gloo" or "nccl"; by default, it's the
+    run's own.
     """
     profiles: dict[tuple, StepProfile] = {}
     peaks = {}
@@ -171,7 +171,7 @@ def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -
 
 
 def _measured_in(run: RunRecord) -> tuple:
-    """Return the settings that `measure_run` depends on. The sharding only matters for which units are recomputed."""
+    """Return the settings that `measure_run` depends on. Sharding matters only for which units are recomputed."""
     config = run.config
     images = config.global_batch_size, run.world_size, config.micro_batches
     recomputed = config if config.activation_checkpointing != "none" else None
@@ -187,19 +187,19 @@ def units_of(config: TrainConfig) -> list[str]:
 
 
 class StepMarks:
-    """Hooks, on every module that has parameters, that mark the events of a step in a memory trace."""
+    """Hooks on every module with parameters, which mark a step's events in a memory trace."""
 
     def __init__(self, units: Collection[str] = (), mark: Callable[[], None] | None = None) -> None:
         self._units, self._mark = units, mark or _mark_in_trace
-        self._events: list[tuple[str, str, int]] = []  # event, name, bytes of the gradient that's finished then
-        self._in_backward = False  # a forward hook that's called during backward belongs to a recomputation
+        self._events: list[tuple[str, str, int]] = []  # event, name, bytes of the gradient that it finishes
+        self._in_backward = False  # during backward, a forward hook is called by a recomputation
 
     @contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
         """Within the block, record the events of `model`'s forward and backward.
 
-        Everything allocated from here on counts, even before the model is called: noise that's added to a batch, say,
-        or a cast copy of it.
+        Everything allocated from the start of the block counts, even before the model is called: for example, noise
+        that's added to a batch, or a cast copy of it.
         """
         self._mark()
         handles = []
@@ -217,7 +217,7 @@ class StepMarks:
                 handle.remove()
 
     def moments(self, sizes: list[tuple[int, int]]) -> tuple[Moment, ...]:
-        """Return the events as moments; `sizes` has the bytes at each mark, and the most until the next one."""
+        """Return the events as moments; `sizes` has the bytes at each mark, and the peak until the next mark."""
         (start_bytes, _), *sizes = sizes
         gradient_bytes, found = 0, []
         for (event, name, finished_bytes), (now, highest) in zip(self._events, sizes, strict=True):
@@ -241,14 +241,14 @@ class StepMarks:
                 return None
             if name in self._units:
                 return self._left_as_a_unit(name, args, kwargs, inputs)
-            # the last thing that a module computes is the gradient of its input
+            # The last thing that a module's backward computes is the gradient of its input
             inputs[0].register_hook(lambda _: self._note("leave_backward", name))
             return None
 
         return hook
 
     def _left_as_a_unit(self, name: str, args: tuple, kwargs: dict, inputs: list[Tensor]) -> tuple[tuple, dict]:
-        """Pass a unit's inputs through a function first, as FSDP2 does; backward reaches it when it leaves the unit."""
+        """Pass a unit's inputs through a function first, as FSDP2 does; backward gets there when it leaves the unit."""
         passed = LeaveBackward.apply(lambda: self._note("leave_backward", name), *inputs)
         instead = {id(tensor): other for tensor, other in zip(inputs, passed, strict=True)}
         return tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))
@@ -298,10 +298,10 @@ def _mark_in_trace() -> None:
 
 
 def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Reorder backward's events at the same tensor: modules are left before others are entered, inner ones first.
+    """Reorder backward's events at the same tensor: it leaves modules, inner ones first, before it enters others.
 
-    This is necessary because one module's output is the next one's input, and a tensor's hooks are called in the order
-    of forward.
+    This is necessary because one module's output is the next one's input, and a tensor's hooks are called in forward's
+    order.
     """
     settled: list[Moment] = []
     at_tensor: list[Moment] = []

@@ -1,7 +1,7 @@
-"""Trace a step of FSDP2, unit by unit: when each is unsharded, resharded and reduced, and its gradients finished.
+"""Trace a step of FSDP2 unit by unit: when each is unsharded, resharded and reduced, and when gradients are computed.
 
-All times are measured, on ranks that run on one machine and share its clock. On a GPU, a gradient's time is when its
-last kernel was launched; collectives and phases end when the GPU is done.
+All times are measured, on ranks of one machine, which share its clock. On a GPU, a gradient's time is when its last
+kernel was launched; collectives and phases end when the GPU is done.
 """
 
 import json
@@ -20,10 +20,10 @@ from fsdp_helpers.records import Collective, MemoryCurve, Phase, StepTrace
 
 @dataclass(frozen=True, kw_only=True)
 class TracedUnit:
-    """Parameters that are unsharded and reduced together."""
+    """Parameters that are unsharded together, and whose gradients are reduced together."""
 
     name: str
-    full_bytes: int  # the size that its collectives move, padding included
+    full_bytes: int  # the size of the full tensor in its collectives, padding included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,12 @@ class Stay:
 
 @dataclass(frozen=True, kw_only=True)
 class RankUnits:
-    """One rank's view of the step; all times count from the same moment on every rank."""
+    """One rank's view of the step; times on all ranks count from the same moment."""
 
     trace: StepTrace
     zeroed_s: float  # when `zero_grad` has released the old gradients
     gradients: tuple[GradientMade, ...]
-    stays: dict[str, tuple[Stay, ...]]  # by unit, in order of time
+    stays: dict[str, tuple[Stay, ...]]  # by unit, in chronological order
     reduces: dict[str, Collective]  # by unit
 
 
@@ -61,7 +61,7 @@ class UnitTrace:
 
     model: str
     versions: dict[str, str]
-    units: tuple[TracedUnit, ...]  # in the order of forward; the root comes first
+    units: tuple[TracedUnit, ...]  # in forward's order; the root is first
     ranks: tuple[RankUnits, ...]
 
     @property
@@ -74,7 +74,7 @@ class UnitTrace:
 
 
 def read_unit_trace(path: str | PathLike) -> UnitTrace:
-    """Return a trace that `UnitTrace.save` saved."""
+    """Read a trace that `UnitTrace.save` wrote."""
     kept = json.loads(Path(path).read_text())
     return UnitTrace(
         model=kept["model"],
@@ -87,15 +87,14 @@ def read_unit_trace(path: str | PathLike) -> UnitTrace:
 class UnitHooks:
     """Hooks on a sharded model's units that record when forward enters and leaves them, and when gradients are done.
 
-    Add them after `fully_shard`, so that its own hooks run first: parameters are unsharded by the time these are
-    called.
+    Add them after `fully_shard`, so that FSDP2's own hooks run first: then parameters are already unsharded when these
+    hooks are called.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._entered: list[str] = []  # units, in the order in which the last forward entered them
-        self._left: dict[
-            str, tuple[float, bool]
-        ] = {}  # unit -> when forward left it, and whether it was resharded then
+        # Unit -> when forward left it, and whether it was resharded then
+        self._left: dict[str, tuple[float, bool]] = {}
         self._gradients: list[GradientMade] = []
         self._zeroed_s = 0.0
         self._watched: set[int] = set()
@@ -136,20 +135,20 @@ class UnitHooks:
         return hook
 
     def _own_parameters(self, unit: str) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of this unit that aren't in another unit within it."""
+        """Return the parameters of this unit that aren't in a unit inside it."""
         inner = [name for name in self._units if name != unit and name.startswith(f"{unit}." if unit else "")]
         found = self._units[unit].named_parameters(prefix=unit)
         return [(name, one) for name, one in found if not any(name.startswith(f"{other}.") for other in inner)]
 
     def seen_with(self, trace: StepTrace) -> RankUnits:
-        """Return this rank's last step, with times from its start; `trace` has to be a trace of that step.
+        """Return this rank's last step, with times from its start; `trace` must be a trace of that step.
 
-        Raises ValueError unless units were unsharded and reduced in order, as they are if they're side by side in the
-        root.
+        Raises ValueError unless units were unsharded and reduced in order, as they are if no unit below the root
+        contains another one.
         """
         root, *below = self._entered
         reduced = self._matched([*reversed(below), root], trace, "reduce_scatter")
-        again = [name for name in reversed(self._entered) if self._left[name][1]]  # unsharded once more, for backward
+        again = [name for name in reversed(self._entered) if self._left[name][1]]  # unsharded again for backward
         gathered = self._matched([*self._entered, *again], trace, "all_gather")
         stays: dict[str, list[Stay]] = {name: [] for name in self._entered}
         for name, gather in gathered:
@@ -166,7 +165,7 @@ class UnitHooks:
         )
 
     def _matched(self, order: Sequence[str], trace: StepTrace, op: str) -> list[tuple[str, Collective]]:
-        """Return the collectives of one kind, each with its unit. All of a unit's have to be the same size."""
+        """Return the collectives of one kind, each with its unit. All of a unit's collectives must be the same size."""
         seen = [one for one in trace.collectives if one.op == op]
         sizes: dict[str, set[int]] = {}
         for name, one in zip(order, seen, strict=False):
@@ -175,13 +174,13 @@ class UnitHooks:
             moved = [f"{one.bytes:,}" for one in seen]
             raise ValueError(
                 f"{op} moved {', '.join(moved)} bytes, which doesn't match the units {[name or 'root' for name in order]}; "
-                "this only works if all units are side by side in the root"
+                "this works only if no unit below the root contains another one"
             )
         return list(zip(order, seen, strict=True))
 
 
 def unit_trace(model: str, versions: dict[str, str], ranks: Sequence[RankUnits]) -> UnitTrace:
-    """Return one step with all its ranks; times count from when the first rank began.
+    """Return one step on all ranks; times count from when the first rank began.
 
     Raises ValueError if the ranks didn't unshard the same bytes.
     """
@@ -214,7 +213,7 @@ def _later(rank: RankUnits, delay_s: float) -> RankUnits:
 
 
 def _rounded(value: object) -> object:
-    """Return the value with all times rounded to the microsecond; anything below that is noise."""
+    """Return the value with all times rounded to the microsecond; smaller differences are noise."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """A Llama of any `LlamaShape`. Its parameters have Hugging Face's names, so its files need no key mapping.
 
-Touvron et al. 2023, arXiv:2302.13971; grouped keys and values: Ainslie et al. 2023, arXiv:2305.13245.
+Touvron et al. 2023, arXiv:2302.13971; grouped-query attention: Ainslie et al. 2023, arXiv:2305.13245.
 """
 
 import math
@@ -18,10 +18,10 @@ Loss = Callable[[Tensor, nn.Module, Tensor], Tensor]  # called with hidden state
 
 
 class Rotary(nn.Module):
-    """Rotary positions: rotate pairs of values by an angle that grows with position (Su et al. 2021, arXiv:2104.09864).
+    """Rotary position embedding: rotate pairs of values in proportion to their position (Su et al., arXiv:2104.09864).
 
-    The frequencies are a buffer that isn't saved in any file. If the model starts on the meta device, call
-    `fill_buffers`.
+    The frequencies are a buffer that no file contains (`persistent=False`). If the model was created on the meta
+    device, call `fill_buffers`.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -43,8 +43,8 @@ class Rotary(nn.Module):
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return Llama 3.1's frequencies for longer contexts: low frequencies are scaled down."""
-    turns = frequencies * scaling.original_context / (2 * math.pi)  # within the context of its first training phase
+    """Return the frequencies as Llama 3.1 changes them for longer contexts: low ones are scaled down."""
+    turns = frequencies * scaling.original_context / (2 * math.pi)  # within the first training phase's context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
@@ -56,7 +56,7 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention in which several query heads share one key and value head."""
+    """Causal grouped-query attention: several query heads share one key/value head."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Everything but the head: token IDs (N, length) -> (N, length, width)."""
+    """Everything except the head: token IDs (N, length) -> hidden states (N, length, width)."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class Llama(nn.Module):
     """A language model: token IDs (N, length) -> logits (N, length, vocabulary) or, given targets, the summed loss.
 
     The loss is computed inside forward, while FSDP has the head unsharded, so `loss` may process the tokens in chunks.
-    `documents` (N, length) says which document each token belongs to, if several are packed into one sequence; a token
-    then attends to its own document only.
+    If several documents are packed into one sequence, `documents` (N, length) says which one each token belongs to, and
+    a token attends only to its own document.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -160,13 +160,13 @@ class Llama(nn.Module):
 
 
 def same_document(documents: Tensor) -> Tensor:
-    """Return a mask (N, 1, length, length): a token may attend to itself and to earlier ones of its document."""
+    """Return a mask (N, 1, length, length): a token may attend to itself and to earlier tokens of its document."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril().unsqueeze(1)
 
 
 def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    """Return the sum of the tokens' losses, in fp32. Unlike a mean, it can be added up over chunks, micro-batches and ranks."""
+    """Return the sum of the tokens' losses in fp32; unlike means, sums over chunks, micro-batches and ranks add up."""
     logits = head(hidden).float().flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -175,7 +175,7 @@ def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 def generate(
     model: nn.Module, prompt: str, num_bytes: int, *, context: int, seed: int = 0, temperature: float = 0.8
 ) -> str:
-    """Return `prompt` as a byte model continues it. Under FSDP, every rank must call this: forwards all-gather."""
+    """Return `prompt` and the `num_bytes` that a byte-level model adds to it. Under FSDP, every rank must call this."""
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(seed)  # on the CPU: the same draws on every rank and device
     numbers = list(prompt.encode())

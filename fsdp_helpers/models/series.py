@@ -45,8 +45,8 @@ class ShallowNet(nn.Module):
 class DeepNet(nn.Module):
     """ShallowNet's convolutions and six fully connected layers: 94,104,234 parameters. Returns log-probabilities.
 
-    88% of the parameters are in `fc1`. There's no activation function between the later layers, as in the material this
-    network comes from. It exists to be big; don't copy it.
+    88% of the parameters are in `fc1`. As in the material this network comes from, there's no activation function
+    between the later layers. It exists to be big; don't copy it.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ VIT_SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Settings that stretch rotary positions as in Llama 3.1, for longer contexts than in its first training phase.
+    """Llama 3.1's settings for stretching rotary positions to contexts longer than those of its first training phase.
 
     A pair of values that rotates fewer than `low_freq_factor` times within `original_context` rotates `factor` times
     more slowly; one that rotates more than `high_freq_factor` times doesn't change; in between, the change is gradual.
@@ -61,16 +61,16 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A block's experts: MLPs from which a router picks some per token (Shazeer et al. 2017, arXiv:1701.06538)."""
+    """A block's experts: MLPs, of which a router picks a few for each token (Shazeer et al. 2017, arXiv:1701.06538)."""
 
     number: int
-    chosen: int  # of them, for each token
+    chosen: int  # experts for each token
     width: int  # of one expert's hidden layer
-    shared_width: int = 0  # of the hidden layer that every token goes through in addition
-    shared_gate: bool = False  # a number for each token scales the shared one's output
+    shared_width: int = 0  # of the hidden layer of the expert that every token also goes through; 0 if there is none
+    shared_gate: bool = False  # the shared expert's output is scaled by a gate, one number per token
     router_bias: bool = False
     biases: bool = False  # the experts' matrices have biases
-    dense: frozenset[int] = frozenset()  # the blocks that have one ordinary MLP instead
+    dense: frozenset[int] = frozenset()  # blocks that have an ordinary MLP instead of experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +79,14 @@ class Latent:
 
     query_rank: int | None  # width of a token's latent query; None if queries come straight from the token
     kv_rank: int
-    content_width: int  # of a head's query and key, without positions
-    rotary_width: int  # of a head's query and of the one key that all heads share, with positions
+    content_width: int  # of the part of a head's query and key without positions
+    rotary_width: int  # of the part with positions; all heads share one such key
     value_width: int  # of a head's value
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """A Llama-like language model: grouped keys and values, rotary positions, SwiGLU, RMSNorm."""
+    """A Llama-like language model: grouped-query attention, rotary positions, SwiGLU, RMSNorm."""
 
     width: int
     depth: int
@@ -95,11 +95,11 @@ class LlamaShape:
     mlp_width: int
     vocabulary: int
     context: int = 8192  # tokens in a sequence
-    tied: bool = False  # the head uses the embedding's table
+    tied: bool = False  # the head shares the embedding's matrix
     rope_base: float = 500_000.0  # of the rotary positions' wavelengths
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    # Only for relatives of Llama, which we plan but don't build
+    # Only for Llama's relatives, which we plan but don't build
     head_size: int | None = None  # width of one head, if it isn't width / num_heads
     qkv_bias: bool = False
     out_bias: bool = False  # of attention's output
@@ -109,10 +109,10 @@ class LlamaShape:
     norm_bias: bool = False  # LayerNorm instead of RMSNorm
     num_norms: int = 2  # in a block; Gemma has two more, after attention and after the MLP
     positions: int = 0  # rows of a table of learned positions
-    sinks: bool = False  # a trained number for each head, which attention may attend to instead of a token
+    sinks: bool = False  # a trained number per head, which attention can attend to instead of a token
     softcap: bool = False  # the head's logits go through a tanh
-    window: int | None = None  # how many tokens back attention looks, in blocks that have a window ...
-    full_every: int = 0  # ... which is every block but each n-th one; 0 means every block
+    window: int | None = None  # the number of tokens that attention sees in blocks with a sliding window
+    full_every: int = 0  # every n-th block sees the full context instead; 0 means that no block does
     experts: Experts | None = None
     latent: Latent | None = None
 
@@ -125,7 +125,7 @@ class LlamaShape:
         return self.experts is not None and block not in self.experts.dense
 
     def seen_tokens(self, block: int) -> int:
-        """Return how many tokens attention in that block sees, ignoring the causal mask."""
+        """Return the number of tokens that attention sees in that block, ignoring the causal mask."""
         has_window = self.window is not None and not (self.full_every and (block + 1) % self.full_every == 0)
         return min(self.context, self.window) if has_window else self.context
 
@@ -144,24 +144,24 @@ LLAMA_SHAPES = {
     "llama-70b": LlamaShape(width=8192, depth=80, num_heads=64, num_kv_heads=8, mlp_width=28672, vocabulary=128256),
 }
 
-# What `train --model llama` trains, on bytes: 1,214,080 parameters.
+# The model that `train --model llama` trains, on bytes: 1,214,080 parameters.
 BYTE_LLAMA = LlamaShape(
     width=128, depth=6, num_heads=4, num_kv_heads=2, mlp_width=384, vocabulary=256, context=128, tied=True,
     rope_base=10_000.0,
 )  # fmt: skip
 
 
-# model_type in a `config.json` -> the family's title, and the tokens of a sequence if the file does not say
+# model_type in a `config.json` -> the family's name, and the tokens in a sequence if the file doesn't say
 RELATIVES = {
     "llama": ("Llama", 2048),
     "mistral": ("Mistral", 131_072),
     "qwen2": ("Qwen2", 32_768),
     "qwen3": ("Qwen3", 32_768),
 }
-# If the file doesn't say, the defaults of the models' own configurations: the size of a head, and key/value heads
+# Defaults of the models' own configurations, if the file doesn't say: the size of a head, and key/value heads
 HEAD_SIZES, KV_HEADS = {"qwen3": 128}, {"mistral": 8, "qwen2": 32, "qwen3": 32}
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
-RELEASED_IN = ("mxfp4", "fp8")  # formats of published files whose models are trained in bf16 nevertheless
+RELEASED_IN = ("mxfp4", "fp8")  # formats of published files; the models themselves are trained in bf16
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -174,7 +174,7 @@ def shape_from_config(config: dict) -> LlamaShape:
     """
     kind = config.get("model_type")
     if kind not in RELATIVES:
-        raise ValueError(f"model_type {kind!r} is not one of {', '.join(RELATIVES)}")
+        raise ValueError(f"model_type {kind!r} isn't one of {', '.join(RELATIVES)}")
     require_sizes(config, _NEEDED)
     num_heads, width = config["num_attention_heads"], config["hidden_size"]
     head_size = config.get("head_dim") or HEAD_SIZES.get(kind)
@@ -202,15 +202,15 @@ def shape_from_config(config: dict) -> LlamaShape:
 
 
 def require_sizes(config: dict, keys: Sequence[str]) -> None:
-    """Raise ValueError, naming the keys, unless all `keys` have whole numbers above zero."""
+    """Raise ValueError, naming the keys, unless each of `keys` has a whole number above zero."""
     if missing := [key for key in keys if not isinstance(config.get(key), int) or isinstance(config[key], bool)]:
-        raise ValueError(f"no whole number for {', '.join(missing)}; the size of the model depends on it")
+        raise ValueError(f"no whole number for {', '.join(missing)}; the model's size depends on it")
     if wrong := [key for key in keys if config[key] < 1]:
         raise ValueError(f"{wrong[0]} is {config[wrong[0]]}; it must be 1 or more")
 
 
 def check_config(config: dict, *, num_heads: int, width: int, head_size: int | None) -> None:
-    """Raise ValueError for models that we can neither plan nor build: heads that don't divide, experts, quantized weights."""
+    """Raise ValueError for models that we can neither plan nor build: indivisible heads, experts, quantized weights."""
     if not head_size and width % num_heads:
         raise ValueError(
             f"num_attention_heads {num_heads} doesn't divide hidden_size {width}, and head_dim isn't given"
@@ -221,7 +221,7 @@ def check_config(config: dict, *, num_heads: int, width: int, head_size: int | N
     if found := [key for key in EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1]:
         kind = config.get("model_type")
         if kind in RELATIVES:
-            raise ValueError(f"{found[0]} is {config[found[0]]}, but a model_type {kind!r} has no experts")
+            raise ValueError(f"{found[0]} is {config[found[0]]}, but model_type {kind!r} has no experts")
     check_quantization(config)
 
 
@@ -231,8 +231,8 @@ def check_quantization(config: dict) -> None:
     if how and (not isinstance(how, dict) or how.get("quant_method") not in RELEASED_IN):
         method = how.get("quant_method", "unknown") if isinstance(how, dict) else how
         raise ValueError(
-            f"quantization_config {method!r}: quantized weights of 4 or 8 bits aren't trained, so there's no plan "
-            f"for them; give the config.json of the unquantized model"
+            f"quantization_config {method!r}: weights quantized to 4 or 8 bits can't be trained, so there's no plan for "
+            f"them; give the config.json of the unquantized model"
         )
 
 
@@ -243,7 +243,7 @@ def rope_of_config(config: dict) -> tuple[dict, str]:
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"rope_scaling is {rope!r}; it must be an object, with a rope_type")
+        raise ValueError(f"rope_scaling is {rope!r}; it must be a JSON object with a rope_type")
     return rope, rope.get("rope_type", rope.get("type", "default"))
 
 
@@ -267,7 +267,7 @@ def llama_from_config(config: dict) -> LlamaShape:
             raise ValueError(f"this config.json has {key} {found!r}, which a plain Llama doesn't have")
     shape = shape_from_config(config)
     if shape.q_width != shape.width:
-        raise ValueError(f"head_dim {shape.head_width} x {shape.num_heads} heads is not the hidden_size {shape.width}")
+        raise ValueError(f"head_dim {shape.head_width} x {shape.num_heads} heads isn't the hidden_size, {shape.width}")
     return shape
 
 

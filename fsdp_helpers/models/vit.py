@@ -10,10 +10,10 @@ POSITION_STD = 0.02  # of newly initialized positions and class tokens, as in Do
 
 
 class Attention(nn.Module):
-    """Multi-head attention, not causal. (N, tokens, width) -> (N, tokens, width)
+    """Multi-head attention without a causal mask: (N, tokens, width) -> (N, tokens, width).
 
-    The rows of `qkv` are ordered by head, and within a head by query, key and value. So if a shard's rows end between
-    two heads, its attention is complete by itself, as tensor parallelism requires.
+    The rows of `qkv` are ordered by head, and within a head by query, key and value. So a shard that consists of full
+    heads can compute their attention by itself, as tensor parallelism requires.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -56,7 +56,7 @@ class ViT(nn.Module):
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
         if shape.image_size % shape.patch_size:
-            raise ValueError(f"{shape.image_size} pixels aren't divisible into patches of {shape.patch_size}")
+            raise ValueError(f"{shape.image_size} pixels can't be divided into patches of {shape.patch_size}")
         width = shape.width
         self.patches = nn.Conv2d(shape.channels, width, kernel_size=shape.patch_size, stride=shape.patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, width)) if shape.class_token else None

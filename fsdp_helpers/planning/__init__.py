@@ -1,1 +1,1 @@
-"""Predictions of memory and time by arithmetic alone. No torch import."""
+"""Predict memory and time by arithmetic alone. No torch import."""

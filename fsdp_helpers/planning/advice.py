@@ -1,4 +1,4 @@
-"""Say in one sentence whether a plan fits, list what to change if it doesn't, and find the fastest plan. No torch."""
+"""Say in a sentence whether a plan fits, find changes that make it fit, and find the fastest plan. No torch import."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,41 +9,41 @@ from fsdp_helpers.quantities import format_bytes
 
 MOST_CHANGES = 6
 MOST_RANKS = 4096
-MOST_DOUBLINGS = 12  # of the batch, at most, in the search for the fastest plan
-FEWEST_CHUNKS, MOST_CHUNKS = 8, 64  # the numbers of loss chunks that the advice suggests
+MOST_DOUBLINGS = 12  # of the batch, in the search for the fastest plan
+FEWEST_CHUNKS, MOST_CHUNKS = 8, 64  # of the loss, that we suggest
 AS_FAST = 0.02  # plans whose speeds differ by less than this count as equally fast
-# Beyond FSDP: chapter 15 shows each of these, but this planner knows none of them.
+# Notebook 15 shows each of these ways beyond FSDP; this planner can't plan them.
 BEYOND = {
-    "activations": "split the sequence or the layers over ranks (context or tensor parallelism)",
-    "unsharded units": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
-    "communication buffers": "split the layers, or spread the experts, over ranks (tensor or expert parallelism)",
+    "activations": "split sequences or layers across ranks (context or tensor parallelism)",
+    "unsharded units": "split layers or spread experts across ranks (tensor or expert parallelism)",
+    "communication buffers": "split layers or spread experts across ranks (tensor or expert parallelism)",
 }
-STATE_BEYOND = "take larger devices, or give ranks different layers (pipeline parallelism)"
+STATE_BEYOND = "use larger devices, or give ranks different layers (pipeline parallelism)"
 CHAPTER = "FSDP alone can't do that: notebook 15, 15_more_dimensions.ipynb"
 
 
 def verdict(plan: Plan, subject: Subject) -> str:
-    """Say in one sentence how much memory a plan leaves free or, if it doesn't fit, what to change first."""
+    """Return a sentence saying how much memory a plan leaves free or, if it doesn't fit, what to change."""
     return sentence(plan, [] if plan.fits else changes_until_it_fits(plan, subject))
 
 
 def sentence(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
-    """Say whether the plan fits and, if it doesn't, which changes make it fit."""
-    device = f"the {format_bytes(round(plan.cluster.device_memory_bytes))} of a device"
+    """Return a sentence saying whether the plan fits and, if it doesn't, which changes make it fit."""
+    device = f"a device's {format_bytes(round(plan.cluster.device_memory_bytes))}"
     needs = (
-        f"the peak of {format_bytes(plan.peak.bytes)} and {format_bytes(round(plan.cluster.allowance_bytes))} outside "
-        "the count"
+        f"the peak of {format_bytes(plan.peak.bytes)} and the allowance of "
+        f"{format_bytes(round(plan.cluster.allowance_bytes))}"
     )
     host = _host_sentence(plan)
     if plan.fits:
-        return f"It fits: {needs} leave {format_bytes(round(plan.spare_bytes))} free of {device}{host}."
+        return f"It fits: {needs} leave {format_bytes(round(plan.spare_bytes))} of {device} free{host}."
     advice = _advice(plan, changes)
     if plan.spare_bytes >= 0:
-        return f"It does not fit: a device has room{host}; {advice}."
+        return f"It doesn't fit: a device has room{host}; {advice}."
     largest, size = _largest_part(plan)
     return (
-        f"It does not fit: {needs} are {format_bytes(-round(plan.spare_bytes))} more than {device}, and the largest "
-        f"part is {largest} with {format_bytes(size)}; {advice}."
+        f"It doesn't fit: {needs} exceed {device} by {format_bytes(-round(plan.spare_bytes))}, and the largest part is "
+        f"{largest}, {format_bytes(size)}; {advice}."
     )
 
 
@@ -52,34 +52,34 @@ def _largest_part(plan: Plan) -> tuple[str, int]:
 
 
 def _host_sentence(plan: Plan) -> str:
-    """Return a clause on the host memory that offloading takes, or "" if nothing is offloaded."""
+    """Return a clause about the host memory that offloading takes, or "" if nothing is offloaded."""
     if not plan.host_bytes:
         return ""
     ranks = plan.cluster.node_ranks
     keeper = f"a node of {ranks} ranks" if ranks > 1 else "each rank"
-    needs = f", and {keeper} keeps {format_bytes(plan.node_host_bytes)} in host memory"
+    needs = f"{keeper} keeps {format_bytes(plan.node_host_bytes)} in host memory"
     if plan.fits_host:
-        return needs
-    return f"{needs}, more than a node's {format_bytes(round(plan.cluster.host_memory_bytes))}"
+        return f", and {needs}"
+    return f", but {needs}, more than a node's {format_bytes(round(plan.cluster.host_memory_bytes))}"
 
 
 def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
-    """Return the changes in words, in order, with the peak after each, and what to do if they aren't enough."""
+    """Return the changes in words, in order, with the peak after each; and what to do if they aren't enough."""
     last = changes[-1][1] if changes else plan
     steps = [f"{text} (peak {format_bytes(plan.peak.bytes)})" for text, plan in changes]
     if last.fits:
-        return f"first {', then '.join(steps)}, and it fits{_host_sentence(last)}"
+        return f"first {', then '.join(steps)}; then it fits{_host_sentence(last)}"
     beyond = f"{BEYOND.get(_largest_part(last)[0], STATE_BEYOND)}; {CHAPTER}"
     if not steps:
-        return f"no single change brings it down: {beyond}"
-    return f"first {', then '.join(steps)}, which is still too much: {beyond}"
+        return f"no single change helps, so {beyond}"
+    return f"first {', then '.join(steps)}; that's still too much, so {beyond}"
 
 
 def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]]:
-    """Return the changes to make, one after the other, each with the plan that it leads to.
+    """Return the changes to make, one after another, each with the plan that it leads to.
 
-    If several changes would each make the plan fit, we take the cheapest, which comes first in `possible_changes`. If
-    none does, we take the one that saves the most, and continue from there.
+    If any single change makes the plan fit, we take the cheapest such change, which is the first in `possible_changes`.
+    If none does, we take the one that saves the most, and continue from there.
     """
     taken: list[tuple[str, Plan]] = []
     while not plan.fits and len(taken) < MOST_CHANGES:
@@ -99,11 +99,11 @@ def _is_better(changed: Plan, plan: Plan) -> bool:
 
 
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
-    """Yield every single change that's still possible and the plan it leads to, cheapest first.
+    """Yield each change that's still possible and the plan it leads to, cheapest first.
 
     Each has its cost: more units add latency; reducing after every micro-batch sends more; bf16 loses some precision,
-    in places where that matters little; a chunked loss computes the head's forward twice; recomputing takes a third
-    more arithmetic; a smaller batch needs more all-gathers for the same number of items; 8-bit moments need an extra
+    where that matters little; a chunked loss computes the head's forward twice; recomputation takes a third more
+    arithmetic; a smaller batch needs more all-gathers for the same number of items; 8-bit moments need an extra
     library; more ranks cost money; pure bf16 loses small updates; and with offloading, every step waits for the host.
     """
     settings, cluster = plan.settings, plan.cluster
@@ -116,19 +116,19 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
 
     if not sharded:
         more = max(2, ranks)
-        where = "" if ranks > 1 else f" over {more} ranks"
+        where = "" if ranks > 1 else f" across {more} ranks"
         flags = "--strategy fsdp-auto-wrap" + ("" if ranks > 1 else f" --world-size {more}")
-        yield planned(f"shard it{where}, a unit for each block ({flags})", more, strategy="fsdp-auto-wrap")
+        yield planned(f"shard it{where}, with each block as a unit ({flags})", more, strategy="fsdp-auto-wrap")
     if settings.strategy == "fsdp" and subject.units:
         yield planned("make each block a unit (--strategy fsdp-auto-wrap)", strategy="fsdp-auto-wrap")
     if sharded and settings.micro_batches > 1 and settings.sync_micro_batches is False:
-        text = "reduce gradients after every part (without --no-sync-micro-batches)"
+        text = "reduce gradients after every micro-batch (without --no-sync-micro-batches)"
         yield planned(text, sync_micro_batches=None)
     if settings.precision == "fp32" and subject.refused("bf16") is None and plan.can_compute("bf16"):
         text = "all-gather and compute in bf16 (--precision bf16)" if sharded else "compute in bf16 (--precision bf16)"
         yield planned(text, precision="bf16")
     if sharded and settings.sharding != "full":
-        yield planned("shard everything over all ranks (--sharding full)", sharding="full")
+        yield planned("shard everything across all ranks (--sharding full)", sharding="full")
     if subject.chunks_loss and settings.loss_chunks < MOST_CHUNKS:
         chunks = max(FEWEST_CHUNKS, 2 * settings.loss_chunks)
         yield planned(f"compute the loss in {chunks} chunks (--loss-chunks {chunks})", loss_chunks=chunks)
@@ -139,11 +139,11 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
         half = sequences // 2 * subject.sequence
         yield planned(f"halve a rank's batch to {half:,} {subject.item}(s) (--{subject.item}s {half})", batch=half)
     if settings.optimizer.startswith("adam") and settings.optimizer != "adam-8bit":
-        yield planned("keep Adam's moments in 8 bits (--optimizer adam-8bit)", optimizer="adam-8bit")
+        yield planned("use 8-bit moments for Adam (--optimizer adam-8bit)", optimizer="adam-8bit")
     if sharded and ranks * 2 <= MOST_RANKS:
-        yield planned(f"take {ranks * 2:,} ranks (--world-size {ranks * 2})", ranks * 2)
+        yield planned(f"use {ranks * 2:,} ranks (--world-size {ranks * 2})", ranks * 2)
     if settings.precision == "bf16" and plan.can_compute("bf16"):
-        text = "keep everything in bf16, which loses small updates unless they are rounded stochastically"
+        text = "keep everything in bf16, which loses small updates unless they're rounded stochastically"
         yield planned(f"{text} (--precision pure-bf16)", precision="pure-bf16")
     if sharded and settings.strategy != "fsdp-offload":
         yield planned("keep shards in host memory (--strategy fsdp-offload)", strategy="fsdp-offload")
@@ -157,11 +157,11 @@ def held_back(plan: Plan, subject: Subject) -> Plan | None:
 
 
 def fastest(plan: Plan, subject: Subject) -> Plan | None:
-    """Return the fastest plan that fits on the same cluster in the same precision, or None (also without a known rate).
+    """Return the fastest plan that fits on the same cluster in the same precision; None if none does.
 
-    It starts with one sequence per rank and doubles that until the plan no longer fits. It does so for each
-    recomputation setting, and with sharding across all ranks or within each node. Among equally fast plans, it takes
-    the one with the lowest peak.
+    It's also None if no rate is known. The search starts with one sequence per rank and doubles the batch until the
+    plan no longer fits. It does so for each recomputation setting, and for sharding across all ranks or within each
+    node. Of equally fast plans, it takes the one with the lowest peak.
     """
     if plan.time is None:
         return None

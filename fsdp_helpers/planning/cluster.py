@@ -1,4 +1,4 @@
-"""A cluster: the devices and links that a plan is made for. No torch."""
+"""A cluster: the devices and links that a plan is made for. No torch import."""
 
 import math
 from dataclasses import dataclass, fields
@@ -8,10 +8,10 @@ from fsdp_helpers.planning.devices import DEVICES, LINK_SHARE, named_device
 from fsdp_helpers.planning.network import BETWEEN_LATENCY_S, START_S, WITHIN_LATENCY_S, Network
 from fsdp_helpers.quantities import GB
 
-# CUDA's context with its kernels: 0.5 to 2 GB, S. Bekman, "Machine Learning Engineering", on additional GPU memory use.
+# CUDA's context with its kernels: 0.5 to 2 GB. S. Bekman, "Machine Learning Engineering", on additional GPU memory use.
 CONTEXT_BYTES = 2 * GB
 # NCCL's buffers (4 MiB for each channel between two devices, NCCL_BUFFSIZE) and fragmentation of the allocator's pool.
-# We chose this number; it isn't counted.
+# We chose this number; it's neither calculated nor measured.
 NCCL_AND_FRAGMENTATION_BYTES = 2 * GB
 LINK_BYTES_PER_S = 50e9  # 400 Gbit/s for each device, as in many clusters
 HOST_LINK_BYTES_PER_S = 25e9  # PCIe 4 x16
@@ -44,7 +44,7 @@ class Cluster:
     )  # fmt: skip
     allowance_bytes: float = setting(
         CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES,
-        "memory set aside for everything that isn't counted: CUDA's context, NCCL, fragmentation (default: 4)",
+        "memory set aside for everything that isn't calculated: CUDA's context, NCCL, fragmentation (default: 4)",
         flag="allowance-gb",
         factor=GB,
     )
@@ -55,7 +55,7 @@ class Cluster:
     within_latency_s: float = WITHIN_LATENCY_S
     between_latency_s: float = setting(
         BETWEEN_LATENCY_S,
-        "latency of each hop of a ring from node to node, in microseconds",
+        "latency of each hop of a ring between nodes, in microseconds",
         flag="latency-us",
         factor=1e-6,
     )
@@ -74,9 +74,9 @@ class Cluster:
         for name in ("world_size", "ranks_per_node"):
             require_whole(name, getattr(self, name))
         if self.world_size > MOST_RANKS:
-            raise ValueError(f"world_size is {self.world_size:,}; plans end at {MOST_RANKS:,} ranks")
+            raise ValueError(f"world_size is {self.world_size:,}; the most that can be planned is {MOST_RANKS:,} ranks")
         if self.device_memory_bytes is None:
-            raise ValueError("the memory of a device is missing; give --device-memory-gb, or name a --device")
+            raise ValueError("the device's memory is missing; give --device-memory-gb, or name a --device")
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name in ("world_size", "ranks_per_node", "device") or value is None:
@@ -88,9 +88,9 @@ class Cluster:
 
     @classmethod
     def of(cls, device: str, world_size: int, precision: str = "bf16", **changes) -> "Cluster":
-        """Return a cluster of `world_size` devices of that name, in their usual nodes; `changes` override its numbers.
+        """Return a cluster of `world_size` such devices, in their usual nodes; `changes` override its numbers.
 
-        Raises ValueError for an unknown device, and for a precision the device doesn't support.
+        Raises ValueError for an unknown device, or for a precision that the device doesn't support.
         """
         found = named_device(device)
         peak = found.peak(precision)
@@ -110,14 +110,14 @@ class Cluster:
 
     @property
     def is_typical(self) -> bool:
-        """Return True if the rate is the share of the peak that published runs reach, rather than one that you gave."""
+        """Return True if the rate is the share of the peak that published runs reach, not one that you gave."""
         if self.device is None or self.peak_flops_per_s is None:
             return False
         return self.flops_per_s == named_device(self.device).share * self.peak_flops_per_s
 
     @property
     def node_ranks(self) -> int:
-        """Return the number of ranks in the fullest node."""
+        """Return the number of ranks in the node that has the most."""
         return min(self.ranks_per_node, self.world_size)
 
     @property

@@ -1,4 +1,4 @@
-"""Calculate what a run costs: its GPU-hours, the size of its checkpoints, and how often to save one. No torch."""
+"""Calculate a run's costs: its GPU-hours, the size of its checkpoints, and how often to save one. No torch import."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -8,21 +8,21 @@ from fsdp_helpers.planning.plan import Plan
 HOUR_S, MINUTE_S = 3600, 60
 # The Llama 3 herd of models, arXiv:2407.21783, table 5: 419 unexpected interruptions in 54 days of 16,384 GPUs.
 DEVICE_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
-# The time from a failure to the next step: it has to be noticed, and the job restarted and loaded. We chose it; set
-# your own.
+# The time from a failure to the next step: someone has to notice, and the job has to restart and load its checkpoint.
+# We chose this number; set your own.
 RESTART_S = 10 * MINUTE_S
 LEFT_OUT = "saving, restarts, evaluation, waiting for data and for slow machines"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """A checkpoint's size, the time to save it, and how often to save one."""
+    """The size of a checkpoint, the time to save it, and how often to save one."""
 
     checkpoint_bytes: int
     save_s: float
     hours_between_failures: float  # of any device in the cluster
-    every_s: float  # how much time to leave between two checkpoints
-    lost_share: float  # the share of the time that goes into saving, work that's done twice, and restarts
+    every_s: float  # the time between two checkpoints
+    lost_share: float  # the share of the time lost to saving, repeated work and restarts
 
 
 def save_plan(
@@ -35,8 +35,8 @@ def save_plan(
     """Return how often to save a checkpoint: every sqrt(2 x time to save x time between failures).
 
     A checkpoint contains one copy of the parameters and moments. All nodes write at the same time, each at
-    `storage_bytes_per_s`. A failure also costs `restart_s`, the time until it's been noticed and all ranks are training
-    again. Source: J. Young, *A first order approximation to the optimum checkpoint interval*, 1974.
+    `storage_bytes_per_s`. Each failure also costs `restart_s`, the time until it's been noticed and all ranks are
+    training again. Source: J. Young, *A first order approximation to the optimum checkpoint interval*, 1974.
     """
     nodes = -(-plan.cluster.world_size // plan.cluster.ranks_per_node)
     save_s = plan.checkpoint_bytes / (storage_bytes_per_s * nodes)
@@ -52,7 +52,7 @@ def save_plan(
 
 
 def device_hours(plan: Plan, items: float, goodput: float = 1.0) -> float:
-    """Return the device-hours it takes to process `items`, if the share `goodput` of the time is spent training.
+    """Return the device-hours it takes to process `items`; `goodput` is the share of the time spent training.
 
     Raises ValueError if no rate is known, or if `goodput` isn't above 0 and at most 1.
     """

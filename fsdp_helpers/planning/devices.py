@@ -1,16 +1,16 @@
-"""List devices by name: their memory, rates and links, and the share of the peak rate that training reaches. No torch.
+"""Devices by name: memory, rates, links, and the share of the peak rate that training reaches. No torch import.
 
-Rates are the dense ones on the data sheets, without sparsity. Link rates are for one direction, while data sheets add
-up both. The fp32 rate is the one you get with torch's defaults, which don't use TF32.
+Rates are the data sheets' dense rates, without sparsity. Link rates are for one direction, while data sheets add up
+both. The fp32 rate is the one you get with torch's defaults, which don't use TF32.
 
 The share is the fraction of the peak rate that matrix products reach while they aren't waiting for anything. It's the
 median of published training runs, which are up to a quarter above or below it: torchtitan on A100s, 51 to 61% MFU
-without and 69% of the hardware's rate with recomputing (`docs/performance.md`); fms-fsdp on A100s, 57% (README);
+without recomputation, and 69% of the hardware's rate with it (`docs/performance.md`); fms-fsdp on A100s, 57% (README);
 torchtitan on H100s at 500 W, 33 to 39% (`benchmarks/llama3_h100_202412_torchtitan.md`); the Llama 3 paper, 38 to 43%
-(table 4); MPT on H100s, 40 to 46% without recomputing (llm-foundry, `scripts/train/benchmarking/README.md`). A device
-without such a run gets the share of the most similar one, and the plan says so.
+(table 4); MPT on H100s, 40 to 46% without recomputation (llm-foundry, `scripts/train/benchmarking/README.md`). A device
+without such a run gets the most similar device's share, and the plan says so.
 
-We fitted two constants, RECOMPUTED_GAIN and ATTENTION_COST, to 47 runs from the last of these sources
+Two constants, RECOMPUTED_GAIN and ATTENTION_COST, are fitted to 47 runs from the last of these sources
 (`planning.published_runs`). A third, LINK_SHARE, is the share that nccl-tests reports.
 """
 
@@ -18,34 +18,34 @@ from dataclasses import dataclass
 
 GB, TERA = 10**9, 10**12
 TYPICAL_RANGE = 0.25  # how far published runs on a device are above or below its share
-RECOMPUTED_GAIN = 1.15  # with recomputed blocks, batches and products are larger, so the share is higher
-ATTENTION_COST = 1.25  # how much longer an operation of attention takes than one of a matrix product
-LINK_SHARE = 0.8  # of the data sheet's rate: 8 H100s all-gather at 360 of 450 GB/s (nccl-tests, all_gather_perf, busbw)
+RECOMPUTED_GAIN = 1.15  # if blocks are recomputed, batches and products are larger, so the share is higher
+ATTENTION_COST = 1.25  # the time of an operation in attention, relative to one in a matrix product
+LINK_SHARE = 0.8  # of the data sheet's rate: 8 H100s all-gather at 360 of 450 GB/s (all_gather_perf's busbw)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The data-sheet numbers of a device and of the machine it usually comes in."""
+    """A device's data-sheet numbers, and those of the machine it usually comes in."""
 
     title: str
     memory_bytes: float
     peak_flops: dict[str, float]  # by precision
-    share: float  # the share of the peak that training reaches
+    share: float  # the share of the peak rate that training reaches
     memory_bytes_per_s: float
-    within_bytes_per_s: float  # to the other devices in the node
-    between_bytes_per_s: float  # out of the node, per device
+    within_bytes_per_s: float  # to other devices in the node
+    between_bytes_per_s: float  # to other nodes, per device
     host_bytes_per_s: float  # to and from host memory
     host_memory_bytes: float  # of a node
     ranks_per_node: int = 8
     measured: bool = True  # whether the share comes from published runs on this device
 
     def peak(self, precision: str) -> float:
-        """Return the data sheet's rate in a precision. Raises ValueError if the device has no hardware for it."""
+        """Return the data sheet's rate in this precision. Raises ValueError if the device has no hardware for it."""
         half = precision.removeprefix("pure-")
         rate = self.peak_flops.get(half, self.peak_flops.get("bf16") if half == "fp16" else None)
         if rate is None:
             raise ValueError(
-                f"{self.title} has no arithmetic in bf16; use --precision fp16 or fp32, or an Ampere (2020) or newer device"
+                f"{self.title} doesn't support bf16; use --precision fp16 or fp32, or an Ampere (2020) or newer device"
             )
         return rate
 
@@ -98,8 +98,8 @@ DEVICES = {
         memory_bytes_per_s=0.9e12, within_bytes_per_s=150 * GB, between_bytes_per_s=1.5625 * GB,
         host_bytes_per_s=12 * GB, host_memory_bytes=768 * GB, measured=False,
     ),
-    # L40S, A10G, L4 and T4 data sheets: there's no NVLink, so they reach their neighbors over PCIe 4 or 3. Cloud
-    # machines have eight (AWS g6e.48xlarge: 400 Gbit/s; g5.48xlarge: 100 Gbit/s) or four of them
+    # L40S, A10G, L4 and T4 data sheets: they have no NVLink, so they reach their neighbors over PCIe 4 or 3. Cloud
+    # machines have eight of them (AWS g6e.48xlarge: 400 Gbit/s; g5.48xlarge: 100 Gbit/s) or four
     "l40s": Device(
         title="L40S", memory_bytes=48 * GB, peak_flops={"bf16": 362 * TERA, "fp32": 91.6 * TERA}, share=0.4,
         memory_bytes_per_s=0.864e12, within_bytes_per_s=25 * GB, between_bytes_per_s=6.25 * GB,
@@ -124,7 +124,7 @@ DEVICES = {
 
 
 def named_device(name: str) -> Device:
-    """Return the device of that name. Raises ValueError if it isn't in DEVICES."""
+    """Return the device with that name. Raises ValueError if it isn't in DEVICES."""
     if name not in DEVICES:
         raise ValueError(f"unknown device {name!r}; choose one of {', '.join(DEVICES)}, or give its numbers yourself")
     return DEVICES[name]

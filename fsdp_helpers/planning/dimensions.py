@@ -1,4 +1,4 @@
-"""Calculate the bytes that a rank sends in one step along each dimension of a mesh. No torch import.
+"""Calculate the bytes that a rank sends in a step along each dimension of a mesh. No torch import.
 
 All functions assume ring collectives, as `collective_sent_bytes` does, and fp32 values unless `value_bytes` says
 otherwise. `tokens` is the number of tokens that the ranks along the dimension process together in a step: the number of
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdp_helpers.planning.state import FP32_BYTES
+from fsdp_helpers.planning.precisions import FP32_BYTES
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 
 
 def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return FSDP's bytes: every unit is all-gathered twice and its gradient reduce-scattered, 3 · (N−1)/N · P values.
+    """Return FSDP's bytes for 3 · (N−1)/N · P values: units are all-gathered twice, gradients reduce-scattered once.
 
-    This doesn't count padding, and assumes that every parameter is in a unit below the root.
+    Padding isn't counted, and every parameter is assumed to be in a unit below the root.
     """
     full_bytes = params * value_bytes
     gathered = collective_sent_bytes("all_gather", 2 * full_bytes, ranks)
@@ -24,26 +24,30 @@ def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -
 
 
 def hybrid_sent_bytes(params: int, shards: int, replicas: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes of FSDP across `shards` ranks, plus an all-reduce across `replicas`: + 2 · (R−1)/R · P/S."""
+    """Return the bytes of FSDP across S `shards`, plus an all-reduce across R `replicas`: 2 · (R−1)/R · P/S values."""
     reduced = collective_sent_bytes("all_reduce", params * value_bytes // shards, replicas)
     return fsdp_sent_bytes(params, shards, value_bytes=value_bytes) + reduced
 
 
 def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes of two all-reduces each in a block's forward and backward: 4 · L · 2 · (t−1)/t · tokens · width.
+    """Return the bytes of 2 all-reduces in each block's forward and 2 in its backward.
 
-    With sequence parallelism, each all-reduce is split into a reduce-scatter and an all-gather; the bytes stay the
-    same. Source: M. Shoeybi et al. 2019, arXiv:1909.08053, section 3; V. Korthikanti et al. 2022, arXiv:2205.05198.
+    That's 4 · L · 2 · (t−1)/t · tokens · width values, for L layers and t ranks. With sequence parallelism, each
+    all-reduce is split into a reduce-scatter and an all-gather; the bytes stay the same.
+
+    Sources: M. Shoeybi et al. 2019, arXiv:1909.08053, section 3; V. Korthikanti et al. 2022, arXiv:2205.05198.
     """
     return 4 * layers * collective_sent_bytes("all_reduce", tokens * width * value_bytes, ranks)
 
 
 def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes to all-gather K and V and reduce-scatter their gradients: 4 · L · (c−1)/c · tokens · kv_width.
+    """Return the bytes to all-gather keys and values, and to reduce-scatter their gradients.
 
-    `kv_width` is the width of the keys, which is less than the model's if several heads share them. A ring that keeps
-    the tensors it receives sends the same number of bytes; one that passes keys and values around again in backward
-    sends 1.5 times as many. Source: H. Liu et al. 2023, arXiv:2310.01889.
+    That's 4 · L · (c−1)/c · tokens · kv_width values, for L layers and c ranks. `kv_width` is the width of the keys,
+    which is less than the model's if several heads share them. A ring that keeps the tensors it receives sends the same
+    number of bytes; one that passes keys and values around again in backward sends 1.5 times as many.
+
+    Source: H. Liu et al. 2023, arXiv:2310.01889.
     """
     full_bytes = 2 * tokens * kv_width * value_bytes  # keys and values
     gathered = collective_sent_bytes("all_gather", full_bytes, ranks)
@@ -51,7 +55,7 @@ def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, v
 
 
 def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes of one activation sent forward and one gradient sent back: 2 · tokens · width.
+    """Return the bytes of the activations sent forward and the gradients sent back: 2 · tokens · width values.
 
     A stage `at_the_end`, the first or the last, sends only one of the two. The numbers of stages and micro-batches
     don't matter. Source: Y. Huang et al. 2018, arXiv:1811.06965.
@@ -60,10 +64,10 @@ def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, va
 
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of a step that a stage spends waiting, which is the same for GPipe and 1F1B: (S−1) / (M+S−1).
+    """Return the share of a step that a stage spends waiting, the same for GPipe and 1F1B: (S−1) / (M+S−1).
 
-    Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead: by the time the work
-    takes without waiting.
+    Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead, the time that the work
+    takes without any waiting.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 
@@ -71,17 +75,19 @@ def pipeline_bubble(stages: int, micro_batches: int) -> float:
 def expert_sent_bytes(
     layers: int, rows_to_others: int, rows_from_others: int, width: int, *, value_bytes: int = FP32_BYTES
 ) -> int:
-    """Return the bytes of tokens sent to experts and results sent back, in both directions: 2 · L · (out + in) · width.
+    """Return the bytes of tokens sent to experts and of results sent back: 2 · L · (out + in) · width values.
 
-    `rows_to_others` and `rows_from_others` count the tokens that leave and reach this rank in one layer. With a
-    balanced router, (e−1)/e of a rank's tokens leave it, and as many reach it. Sending the counts themselves isn't
-    included. Source: D. Lepikhin et al. 2020, arXiv:2006.16668.
+    The 2 is for forward and backward. `rows_to_others` (out) and `rows_from_others` (in) are the numbers of tokens that
+    leave and reach this rank in one layer. With a balanced router, (e−1)/e of a rank's tokens leave it, and the same
+    number reach it. The counts themselves, which are also sent, aren't included.
+
+    Source: D. Lepikhin et al. 2020, arXiv:2006.16668.
     """
     return 2 * layers * (rows_to_others + rows_from_others) * width * value_bytes
 
 
 class PipelineWork(NamedTuple):
-    """The forward ("F") or backward ("B") of one micro-batch, timed in units of one forward."""
+    """A micro-batch's forward ("F") or backward ("B") in a stage; the unit of time is one forward."""
 
     kind: str
     number: int
@@ -90,10 +96,10 @@ class PipelineWork(NamedTuple):
 
 
 def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) -> list[list[PipelineWork]]:
-    """Return when each stage does its work, as early as possible; `orders` has each stage's work, such as "F0" or "B3".
+    """Return when each stage does its work, as early as it can; `orders` lists each stage's work, such as "F0" or "B3".
 
-    A forward waits for the previous stage, and a backward for the next one. A forward takes 1, a backward takes
-    `backward`, and sending takes no time. Raises ValueError for orders that deadlock.
+    A forward waits for the previous stage, and a backward for the next one. A forward takes 1 unit of time, a backward
+    takes `backward`, and sending takes none. Raises ValueError for orders that deadlock.
     """
     ends: dict[tuple[int, str], float] = {}
     spans: list[list[PipelineWork]] = [[] for _ in orders]
@@ -112,19 +118,19 @@ def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) ->
             done.append(PipelineWork(kind, number, start, ends[stage, name]))
         if len(ends) == before:
             waiting = [order[len(done)] for done, order in zip(spans, orders, strict=True) if len(done) < len(order)]
-            raise ValueError(f"these stages wait for each other: {', '.join(waiting)} can never begin")
+            raise ValueError(f"the stages wait for each other: {', '.join(waiting)} can never begin")
     return spans
 
 
 def idle_share(spans: Sequence[Sequence[PipelineWork]]) -> float:
-    """Return the share of time that the stages are idle, from the first forward to the last backward."""
+    """Return the share of the time from the first forward to the last backward in which the stages are idle."""
     end = max(work.end for stage in spans for work in stage)
     busy = sum(work.end - work.start for stage in spans for work in stage)
     return 1 - busy / (end * len(spans))
 
 
 def most_in_flight(order: Sequence[str]) -> int:
-    """Return the most micro-batches that a stage holds activations of at once, between their forward and backward."""
+    """Return the largest number of micro-batches whose activations a stage holds at the same time."""
     in_flight = most = 0
     for name in order:
         in_flight += 1 if name.startswith("F") else -1
@@ -134,7 +140,7 @@ def most_in_flight(order: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DimensionedRun:
-    """A training run in several dimensions: its model, its mesh, and its published numbers."""
+    """A training run with a mesh of several dimensions: its model, its mesh, and its published numbers."""
 
     model: str
     params: int
@@ -155,11 +161,10 @@ class DimensionedRun:
         return self.data * self.tensor * self.context * self.pipeline
 
     def sent_bytes(self, value_bytes: int = 2) -> dict[str, int]:
-        """Return the bytes one rank sends in a step along each dimension, with `value_bytes` per value.
+        """Return the bytes that a rank sends in a step along each dimension, with `value_bytes` per value.
 
-        A rank has `layers / pipeline` layers, works on `1 / context` of the tokens, and keeps `1 / tensor` of each
-        matrix, which FSDP shards across the data and context ranks. If the layers don't split evenly, their number is a
-        fraction.
+        A rank has `layers / pipeline` layers (a fraction, if they don't split evenly), works on `1 / context` of the
+        tokens, and keeps `1 / tensor` of each matrix, which FSDP shards across the data and context ranks.
         """
         layers = self.layers / self.pipeline
         own_tokens = self.sequences * self.length // self.context

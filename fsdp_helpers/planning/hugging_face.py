@@ -1,6 +1,6 @@
-"""Read a model's `config.json` into a name and a shape for the planner, without torch and without transformers.
+"""Read a model's name and shape from its `config.json`, for the planner. Needs neither torch nor transformers.
 
-A missing key gets the default from the model's configuration class in transformers, if there is one.
+A missing key gets the default of the model's configuration class in transformers, if that has one.
 """
 
 import json
@@ -24,10 +24,10 @@ Config = dict[str, Any]
 
 
 def read_config(path: str | Path) -> tuple[str, LlamaShape]:
-    """Return the name and the shape of the model that a `config.json`, or the folder with one, describes.
+    """Return the name and shape of the model that `path`, a `config.json` or the folder with it, describes.
 
-    Raises ValueError, with the path, if the file isn't a model's config, if the kind of model is unknown, and for
-    impossible sizes.
+    Raises ValueError, with the path, if the file isn't a model's config, if the kind of model is unknown, or if its
+    sizes are impossible.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -36,7 +36,7 @@ def read_config(path: str | Path) -> tuple[str, LlamaShape]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a model's config.json, or its folder") from None
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} isn't JSON: {error}") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(f"{path} has no model_type; give the config.json of a Hugging Face model")
     try:
@@ -47,13 +47,13 @@ def read_config(path: str | Path) -> tuple[str, LlamaShape]:
 
 
 def planned_shape(config: Config) -> tuple[str, LlamaShape]:
-    """Return the title of the model's kind, and its shape. Raises ValueError for an unknown kind."""
+    """Return the name of the model's family, and its shape. Raises ValueError for an unknown family."""
     kind = config["model_type"]
     if kind in RELATIVES:
         return RELATIVES[kind][0], shape_from_config(config)
     if kind not in KINDS:
         raise ValueError(
-            f"model_type {kind!r} is not one of {', '.join([*RELATIVES, *KINDS])}; "
+            f"model_type {kind!r} isn't one of {', '.join([*RELATIVES, *KINDS])}; "
             "fsdp_helpers.measuring.own_plan.plan_model plans any model that a factory creates, even on the meta device"
         )
     title, read = KINDS[kind]
@@ -61,7 +61,7 @@ def planned_shape(config: Config) -> tuple[str, LlamaShape]:
 
 
 def _llama_like(config: Config, *, head_size: int | None = None, kv_heads: int | None = None, **more) -> LlamaShape:
-    """Return the shape from Llama's keys; `head_size` and `kv_heads` are the kind's defaults, `more` its own fields."""
+    """Return the shape from Llama's keys; `head_size` and `kv_heads` are defaults; `more` has the family's fields."""
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     require_sizes(config, sizes)
     width, num_heads = config["hidden_size"], config["num_attention_heads"]
@@ -119,7 +119,7 @@ def _gemma2(config: Config) -> LlamaShape:
 
 
 def _gemma3(config: Config) -> LlamaShape:
-    """Return the shape of the text model; `gemma3` also has an image tower, which the plan leaves out."""
+    """Return the text model's shape. `gemma3` also has an image tower, which plans leave out."""
     usual = {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
@@ -130,7 +130,7 @@ def _gemma3(config: Config) -> LlamaShape:
 
 
 def _experts(config: Config, number: str, chosen: str, width: str, **more) -> Experts:
-    """Return the experts; `number`, `chosen` and `width` are the keys that they have in `config`."""
+    """Return the experts; `number`, `chosen` and `width` are the keys to read from `config`."""
     require_sizes(config, (number, chosen, width))
     if config[chosen] > config[number]:
         raise ValueError(f"{chosen} is {config[chosen]}, but {number} is {config[number]}")
@@ -143,7 +143,7 @@ def _mixtral(config: Config) -> LlamaShape:
 
 
 def _dense_blocks(config: Config) -> frozenset[int]:
-    """Return the numbers of the Qwen blocks that have an ordinary MLP instead of experts."""
+    """Return the numbers of Qwen's blocks that have an ordinary MLP instead of experts."""
     step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     depth = config.get("num_hidden_layers") or 0
     return frozenset(block for block in range(depth) if block in only or (block + 1) % step)

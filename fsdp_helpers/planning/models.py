@@ -1,4 +1,4 @@
-"""Describe models to plan, from the numbers that determine their size, without building them. No torch."""
+"""Describe models for the planner by the numbers that determine their size, without building them. No torch import."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,8 +6,8 @@ from functools import cache, partial
 from math import prod
 
 from fsdp_helpers.models.shapes import LLAMA_SHAPES, VIT_SHAPES, Experts, Latent, LlamaShape, ViTShape
+from fsdp_helpers.planning.precisions import FP32_BYTES
 from fsdp_helpers.planning.profile import ROOT, StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES
 from fsdp_helpers.planning.transformer import (
     BlockBytes,
     HeadBytes,
@@ -23,31 +23,31 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "pure-bf16": 2, "autocast": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to plan for: its parameters, and one process's work on a batch, which doesn't depend on the strategy."""
+    """A model to plan: its parameters, and the work on a batch in one process, which doesn't depend on the strategy."""
 
     name: str
     item: str  # the items that a batch is counted in: "image", "token" or "sample"
     num_params: int
     units: tuple[str, ...]  # names of the modules that become units
-    # Called with a batch, a precision, a kind of activation checkpointing and, for FSDP1, the units that it makes flat;
-    # with chunks_loss also with `loss_chunks`.
+    # Called with a batch, a precision, a kind of activation checkpointing and, for FSDP1, the units to flatten; if
+    # chunks_loss is true, also with `loss_chunks`.
     profile_of: Callable[..., StepProfile]
-    forward_flops: Callable[[int], int] | None = None  # multiplications and additions in the forward of a batch
+    forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a batch's forward
     unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, if known
-    # Those of attention: products of tokens with tokens.
+    # The same for attention's products of tokens with tokens.
     attention_flops: Callable[[int], dict[str, int]] = lambda batch: {}
     backward_factor: float | Callable[[int], float] = 2.0  # backward's operations, as a multiple of forward's
     active_params: int | None = None  # the parameters that one token uses, if that isn't all of them
     chunks_loss: bool = False  # whether the loss can be computed in chunks
-    sequence: int = 1  # items per sequence; a batch has whole sequences only
+    sequence: int = 1  # items per sequence; a batch has only full sequences
     # Why the model can't run in a precision, or None if it can.
     refused: Callable[[str], str | None] = lambda precision: None
 
     def check(self, batch: int, precision: str, activation_checkpointing: str, loss_chunks: int = 1) -> None:
-        """Raise ValueError for a batch, a precision or a lever that this model doesn't support."""
+        """Raise ValueError for a batch, a precision or another setting that this model doesn't support."""
         if loss_chunks > 1 and not self.chunks_loss:
             raise ValueError(
-                f"--loss-chunks belongs to language models planned by their shape; leave it out for {self.name}"
+                f"--loss-chunks is only for language models planned by their shape; leave it out for {self.name}"
             )
         if batch % self.sequence:
             raise ValueError(
@@ -60,11 +60,11 @@ class Subject:
             raise ValueError(reason)
 
     def backward_of(self, batch: int) -> float:
-        """Return how many operations backward takes for each one in forward, without recomputation."""
+        """Return backward's operations as a multiple of forward's, without recomputation."""
         return self.backward_factor(batch) if callable(self.backward_factor) else self.backward_factor
 
     def unit_flops_of(self, batch: int) -> dict[str, int]:
-        """Return the operations in a forward by module, or all of them under the root if we only know the total."""
+        """Return a forward's operations by module, or under the root if we know only the total."""
         if self.unit_flops is not None:
             return self.unit_flops(batch)
         return {ROOT: self.forward_flops(batch)}
@@ -74,7 +74,7 @@ NAMED_MODELS = (*VIT_SHAPES, *LLAMA_SHAPES)
 
 
 def named_subject(name: str) -> Subject:
-    """Return the model of that name. Raises ValueError if it isn't in NAMED_MODELS."""
+    """Return the model with that name. Raises ValueError if it isn't in NAMED_MODELS."""
     if name in VIT_SHAPES:
         return vit_subject(name, VIT_SHAPES[name])
     if name in LLAMA_SHAPES:
@@ -96,14 +96,14 @@ def _autocast_copies(layer: Layer) -> Layer:
 
 
 def vit_subject(name: str, shape: ViTShape) -> Subject:
-    """Describe a vision transformer; batches are counted in images."""
+    """Describe a vision transformer, whose batches are counted in images."""
     blocks = tuple(f"blocks.{number}" for number in range(shape.depth))
     block_shapes, root_shapes = vit_block_shapes(shape), vit_root_shapes(shape)
 
     def profile_of(
         images: int, precision: str, activation_checkpointing: str, flat_units: Sequence[str] | None = None
     ) -> StepProfile:
-        """Return the profile of a step. `flat_units` changes nothing, since all parameters are trained."""
+        """Return the profile of a step. `flat_units` doesn't matter, since all parameters are trained."""
         value_bytes = VALUE_BYTES[precision]
         sizes = {"tokens": images * shape.num_tokens, "width": shape.width, "mlp_width": shape.mlp_width}
         block = vit_block_bytes(**sizes, num_heads=shape.num_heads, value_bytes=value_bytes)
@@ -153,7 +153,7 @@ def vit_root_shapes(shape: ViTShape) -> Shapes:
 def vit_head_bytes(shape: ViTShape, images: int, value_bytes: int) -> HeadBytes:
     """Return the head's bytes: the last norm keeps its input and two statistics, and two gradients are in flight.
 
-    In bf16, the patch embedding also keeps its cast copy of the images.
+    In bf16, the patch embedding also keeps the images, cast to bf16.
     """
     tokens = images * shape.num_tokens
     cast = images * shape.channels * shape.image_size**2 * value_bytes if value_bytes < FP32_BYTES else 0
@@ -165,7 +165,10 @@ def vit_head_bytes(shape: ViTShape, images: int, value_bytes: int) -> HeadBytes:
 
 
 def vit_unit_flops(shape: ViTShape, images: int) -> dict[str, int]:
-    """Count a forward's operations by module: 2 per weight and token, and 4 s h per token for attention to s tokens."""
+    """Return a forward's operations by module: 2 per weight and token, plus 4 s h per token for attention.
+
+    Here s is the number of tokens in an image, and h their width.
+    """
     tokens = images * shape.num_tokens
     weights = count_values({n: s for n, s in vit_block_shapes(shape).items() if len(s) == 2})
     patches = images * (shape.image_size // shape.patch_size) ** 2 * shape.channels * shape.patch_size**2 * shape.width
@@ -192,11 +195,10 @@ def linear_shapes(layers: Shapes) -> Shapes:
 
 
 def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subject:
-    """Describe a Llama or a relative; batches are counted in tokens, in sequences of `shape.context`.
+    """Describe a Llama or a relative, whose batches are counted in tokens, in sequences of `shape.context`.
 
     The embedding and the head are units of their own, unless they're tied; then they belong to the root. With
-    `lora_rank`, we train two small matrices for each matrix in a block, and everything else is frozen (Hu et al. 2021,
-    arXiv:2106.09685).
+    `lora_rank`, only two small matrices for each matrix in a block are trained (Hu et al. 2021, arXiv:2106.09685).
     """
     names = tuple(f"layers.{number}" for number in range(shape.depth))
     kinds = [shape.is_routed(number) for number in range(shape.depth)]
@@ -218,13 +220,13 @@ def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subjec
     ) -> StepProfile:
         if frozen and flat_units is not None:
             raise ValueError(
-                "adapters next to frozen weights can only be planned with FSDP2, which keeps parameters separate"
+                "adapters next to frozen weights can be planned only with FSDP2, which keeps parameters separate"
             )
         value_bytes = VALUE_BYTES[precision]
 
         @cache
         def layer(is_routed: bool) -> Layer:
-            """Describe a block. All blocks with experts are alike, and so are all blocks without."""
+            """Describe a block. All blocks with experts are alike, and so are all blocks without them."""
             number = kinds.index(is_routed)
             block_bytes = _block_bytes(shape, number, tokens, value_bytes, lora_rank)
             found = Layer(shapes=blocks[names[number]], bytes=block_bytes)
@@ -255,7 +257,7 @@ def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subjec
 
 
 def adapter_shapes(shapes: Shapes, rank: int) -> Shapes:
-    """Return the parameter shapes of a block's adapters; experts and the router don't get any."""
+    """Return the parameter shapes of a block's adapters. Experts and the router don't get adapters."""
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and "expert" not in name}
     matrices = {name.removesuffix(".weight"): shape for name, shape in matrices.items() if "router" not in name}
     pairs = [{f"{name}.lora_a": (rank, old), f"{name}.lora_b": (new, rank)} for name, (new, old) in matrices.items()]
@@ -263,7 +265,7 @@ def adapter_shapes(shapes: Shapes, rank: int) -> Shapes:
 
 
 def _block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int, lora_rank: int) -> BlockBytes:
-    """Return a block's bytes. For each matrix, an adapter also keeps the narrow vector between its two factors."""
+    """Return a block's bytes. Each adapter also keeps the narrow vector between its two factors."""
     found = decoder_block_bytes(shape, block, tokens, value_bytes)
     if not lora_rank:
         return found
@@ -272,7 +274,7 @@ def _block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int, l
 
 
 def llama_block_shapes(shape: LlamaShape, block: int = 0) -> Shapes:
-    """Return one block's parameter shapes, by name. Blocks differ if some have experts."""
+    """Return one block's parameter shapes, by name; if only some blocks have experts, it depends on the block."""
     hidden = _experts_shapes(shape.width, shape.experts) if shape.is_routed(block) else _mlp_shapes(shape)
     return _attention_shapes(shape) | hidden | _norm_shapes(shape)
 
@@ -322,9 +324,10 @@ def _mlp_shapes(shape: LlamaShape) -> Shapes:
 
 
 def _experts_shapes(width: int, experts: Experts) -> Shapes:
-    """Return the shapes of the experts: one parameter per kind of matrix, for all experts together, sharded by rows.
+    """Return the experts' shapes: for each kind of matrix, one parameter with all experts' rows, sharded by rows.
 
-    With more ranks than experts, torch needs a `shard_placement_fn` for that; by default, it shards along the experts.
+    By default, torch shards along the dimension of the experts. With more ranks than experts, it needs a
+    `shard_placement_fn` to shard by rows.
     """
     rows, hidden, shared = experts.number * experts.width, experts.width, experts.shared_width
     shapes: Shapes = {"router.weight": (experts.number, width)}
@@ -359,8 +362,8 @@ def llama_head_bytes(
 ) -> HeadBytes:
     """Return the head's bytes: the last norm keeps its input and output, and the loss its log-probabilities, in fp32.
 
-    While backward goes through the loss, the gradients of the log-probabilities and of the logits exist too, in fp32.
-    When it enters the head, only the gradient of the logits is left, in the head's precision. With chunks, no
+    While backward goes through the loss, the gradients of the log-probabilities and of the logits exist, too, in fp32.
+    When backward enters the head, only the gradient of the logits is left, in the head's precision. With chunks, no
     log-probabilities are kept: each chunk's are computed in forward, and again in backward. Backward then also holds
     the gradient of the norm's output, and two gradients of the head's weight: the sum so far, and the chunk's. A frozen
     head's weight has no gradient. A tied head's gradient waits until backward reaches the embedding. If logits go
@@ -395,7 +398,7 @@ def llama_head_bytes(
 
 
 def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict[str, int]:
-    """Return the operations in a forward, by module: two for each weight that a token uses, plus attention."""
+    """Return a forward's operations by module: 2 per token for each weight that it uses, plus attention."""
     attention = llama_attention_flops(shape, tokens)
     kinds = [shape.is_routed(number) for number in range(shape.depth)]
     weights = {kind: _used_weights(shape, kinds.index(kind), lora_rank) for kind in set(kinds)}
@@ -406,9 +409,13 @@ def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict
 
 
 def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
-    """Return the operations of attention, by block: 4 s q per token over s tokens (a causal mask may halve that)."""
+    """Return the operations of attention in a forward, by block: 4 s q per token.
+
+    s is the number of tokens that attention sees, and q the total width of the query heads. Queries times keys take
+    2 s q, and so do probabilities times values. A kernel that skips masked tokens does about half as many operations.
+    """
     q_width = shape.q_width
-    if shape.latent:  # two operations for each element of a key, and two for each element of a value
+    if shape.latent:  # keys and values have different widths, so we use the average
         latent = shape.latent
         q_width = shape.num_heads * (latent.content_width + latent.rotary_width + latent.value_width) // 2
     return {
@@ -418,7 +425,7 @@ def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
 
 
 def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
-    """Return the number of matrix elements in a block that one token is multiplied with."""
+    """Return the number of matrix elements in a block that a token is multiplied by."""
     shapes = llama_block_shapes(shape, block)
     shapes |= adapter_shapes(shapes, lora_rank) if lora_rank else {}
     weights = count_values({n: s for n, s in shapes.items() if len(s) == 2 and "bias" not in n})
@@ -426,12 +433,12 @@ def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
 
 
 def _idle_in_a_block(width: int, experts: Experts) -> int:
-    """Return the number of weights in those experts of a block that a token isn't sent to."""
+    """Return the number of weights in a block's experts that a token isn't sent to."""
     return 3 * (experts.number - experts.chosen) * experts.width * width
 
 
 def _idle_params(shape: LlamaShape) -> int:
-    """Return how many parameters a token doesn't use: those of all experts that it isn't sent to, in all blocks."""
+    """Return the number of parameters that a token doesn't use: those of experts it isn't sent to, in all blocks."""
     experts, num_routed = shape.experts, sum(shape.is_routed(block) for block in range(shape.depth))
     biases = (experts.number - experts.chosen) * (2 * experts.width + shape.width) if experts.biases else 0
     return num_routed * (_idle_in_a_block(shape.width, experts) + biases)

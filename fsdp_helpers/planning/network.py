@@ -1,8 +1,8 @@
-"""Estimate how long a collective takes, from the bandwidth and latency within nodes and between them. No torch.
+"""Estimate how long a collective takes, from bandwidth and latency within nodes and between them. No torch import.
 
 A ring of ranks passes through every node, and every rank has a link out of its node. NCCL runs as many rings as there
 are links, so a collective over full nodes uses all of a node's links at once, and each rank's link carries its share.
-Within the node, each ring goes from rank to rank over the fast links. The slower of the two kinds of links sets the
+Within a node, each ring goes from rank to rank over the fast links. The slower of the two kinds of links determines the
 time. Sources: NCCL's own model of a ring, `src/graph/tuning.cc` (`ncclTopoTuneModel`), from which we take the latency
 per step within and between nodes; nccl-tests, `doc/PERFORMANCE.md`, on bus bandwidth.
 """
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 
 STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times around the ring
-# A step of NCCL's ring, protocol "Simple", in its model: 3.4 µs over NVLink, 9.6 µs over the network; 8.4 µs to start.
+# In NCCL's model (protocol "Simple"), a ring takes 8.4 µs to start, 3.4 µs per step over NVLink, 9.6 µs over the network.
 WITHIN_LATENCY_S, BETWEEN_LATENCY_S, START_S = 3.4e-6, 9.6e-6, 8.4e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The links between ranks: how many bytes per second one rank sends, within its node and out of it."""
+    """The links between ranks: the bytes per second that a rank sends, within its node and to other nodes."""
 
     between_bytes_per_s: float
-    within_bytes_per_s: float | None = None  # the same as between nodes, if left out
+    within_bytes_per_s: float | None = None  # defaults to between_bytes_per_s
     ranks_per_node: int = 1
     within_latency_s: float = WITHIN_LATENCY_S
     between_latency_s: float = BETWEEN_LATENCY_S
@@ -29,7 +29,7 @@ class Network:
     sums_twice: bool = False  # gloo's reduce-scatter is an all-reduce, after which each rank keeps only its shard
 
     def seconds(self, op: str, full_bytes: float, num_ranks: int, *, stride: int = 1) -> float:
-        """Return how many seconds `op` takes across `num_ranks` ranks whose numbers are `stride` apart.
+        """Return the seconds that `op` takes across `num_ranks` ranks whose numbers are `stride` apart.
 
         `full_bytes` is the size of the full tensor, as in `collective_sent_bytes`.
         """
@@ -37,7 +37,7 @@ class Network:
             return 0.0
         if op == "reduce_scatter" and self.sums_twice:
             op = "all_reduce"
-        in_node = max(1, min(num_ranks, self.ranks_per_node // stride))  # ranks of one ring in one node
+        in_node = max(1, min(num_ranks, self.ranks_per_node // stride))  # the ring's ranks in one node
         nodes = -(-num_ranks // in_node)
         sent_bytes = collective_sent_bytes(op, full_bytes, num_ranks)
         within = self.within_bytes_per_s or self.between_bytes_per_s

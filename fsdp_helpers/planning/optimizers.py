@@ -1,9 +1,9 @@
-"""Calculate the bytes that optimizers hold between steps, and those they have in flight during one. No torch.
+"""Calculate the bytes that optimizers hold between steps, and those they have in flight during one. No torch import.
 
 A step's temporaries are those of torch 2.15, `torch/optim`. Adam in one fused kernel has none. Its `foreach`
 implementation (torch's default on a GPU) computes all square roots before it uses the first. Its loop over parameters
-needs two tensors as large as the current parameter. SGD always changes parameters in place. Adam with moments in 8 bits
-keeps one fp32 scale for every 256 values (Dettmers et al. 2022, arXiv:2110.02861); we don't run it here.
+needs two tensors as large as the current parameter. SGD always changes parameters in place. Adam with 8-bit moments
+keeps an fp32 scale for every 256 values (Dettmers et al. 2022, arXiv:2110.02861); we plan it but don't run it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SCALED_TOGETHER = 256  # the number of values in an 8-bit moment that share one 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An optimizer's memory: its state between steps, and the temporaries it needs during one."""
+    """An optimizer's memory: the state it keeps between steps, and the temporaries it needs during one."""
 
     title: str
     moments: int  # values kept for each trained value
@@ -22,7 +22,7 @@ class Optimizer:
     in_8_bits: bool = False
 
     def state_terms(self, values: int, value_bytes: int) -> list[tuple[str, int, int]]:
-        """Return (name, number of values, bytes per value) for each kind of state that `values` trained values need."""
+        """Return (name, number of values, bytes per value) for each kind of state, given `values` trained values."""
         if not self.moments:
             return []
         if not self.in_8_bits:
@@ -37,7 +37,7 @@ class Optimizer:
         return sum(count * size for _, count, size in self.state_terms(values, value_bytes))
 
     def in_flight_values(self, all_values: int, largest_values: int) -> int:
-        """Return how many values a step has in flight; the largest tensor has `largest_values` of `all_values`."""
+        """Return the number of values in flight in a step; the largest of the tensors has `largest_values`."""
         return {"none": 0, "all": all_values, "largest": 2 * largest_values}[self.in_flight]
 
 
@@ -47,12 +47,12 @@ OPTIMIZERS = {
     "adam-loop": Optimizer(title="Adam, one parameter at a time", moments=2, in_flight="largest"),
     "sgd": Optimizer(title="SGD", moments=0),
     "sgd-momentum": Optimizer(title="SGD with momentum", moments=1),
-    "adam-8bit": Optimizer(title="Adam with moments in 8 bits", moments=2, in_8_bits=True),
+    "adam-8bit": Optimizer(title="Adam with 8-bit moments", moments=2, in_8_bits=True),
 }
 
 
 def named_optimizer(name: str) -> Optimizer:
-    """Return the optimizer of that name. Raises ValueError if it isn't in OPTIMIZERS."""
+    """Return the optimizer with that name. Raises ValueError if it isn't in OPTIMIZERS."""
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

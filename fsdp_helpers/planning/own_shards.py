@@ -1,8 +1,7 @@
-"""Calculate exactly how many bytes one rank holds between two steps: its own shards, without padding. No torch.
+"""Calculate exactly how many bytes a rank holds between two steps: its own shards, without padding. No torch import.
 
-Ranks hold different amounts: FSDP2 splits 10 rows across 4 ranks into 3, 3, 3 and 1, and FSDP1 splits its flat tensor
-into equal shards, but a shard can end in the middle of a parameter and contain padding. `planning.state` gives the
-average over all ranks.
+Ranks hold different amounts. FSDP2 splits 10 rows across 4 ranks into 3, 3, 3 and 1. FSDP1 splits its flat tensor into
+equal shards, but a shard can end in the middle of a parameter and can contain padding.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,10 +9,10 @@ from math import prod
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import named_optimizer
+from fsdp_helpers.planning.precisions import FP32_BYTES, PRECISIONS
 from fsdp_helpers.planning.profile import StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES, PRECISIONS, num_shards
 from fsdp_helpers.planning.traffic import ALIGNED_BYTES
-from fsdp_helpers.planning.walk.units import cut
+from fsdp_helpers.planning.walk.units import cut, num_shards
 from fsdp_helpers.records import StateBytes
 
 
@@ -30,7 +29,7 @@ def own_state(
 ) -> StateBytes:
     """Return the state that `rank` holds: full parameters or shards, plus gradients and moments of the trained ones.
 
-    `precision` defaults to `config.precision`, which has fewer choices than the planner does.
+    `precision` defaults to `config.precision`, which has fewer choices than the planner.
     """
     sizes = PRECISIONS[precision or config.precision]
     shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
@@ -52,7 +51,7 @@ def own_values(
     value_bytes: int = FP32_BYTES,
     counted: Collection[str] | None = None,
 ) -> int:
-    """Return how many values `rank` holds, of all parameters or the `counted` ones, if `shards` ranks share a copy.
+    """Return how many values of the `counted` parameters (default: all) `rank` holds if `shards` ranks share a copy.
 
     `value_bytes` is the size of a value in the precision of the computation.
     """
@@ -76,7 +75,7 @@ def own_values(
 
 
 def own_rows(rows: int, shards: int, place: int) -> int:
-    """Return how many rows a rank gets under FSDP2: an equal share, rounded up, until the rows run out."""
+    """Return how many rows a rank gets under FSDP2: an equal share, rounded up, until rows run out."""
     share = -(-rows // shards)
     return max(0, min(share, rows - place * share))
 

@@ -1,7 +1,7 @@
-"""Calculate one step of one rank: a walk through forward and backward that finds its peak and its collectives.
+"""Calculate one rank's step: walk through forward and backward to find its peak and its collectives.
 
-A `StepProfile` describes one process's step on one rank's images. The strategy decides which units are unsharded,
-reduced and resharded at each event. The bytes include padding. No torch.
+A `StepProfile` describes a step in one process on one rank's images. The strategy decides which units are unsharded,
+reduced and resharded at each event. The bytes include padding. No torch import.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import named_optimizer
+from fsdp_helpers.planning.precisions import PRECISIONS
 from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
-from fsdp_helpers.planning.state import PRECISIONS, num_shards
 from fsdp_helpers.planning.streams import Task
 from fsdp_helpers.planning.walk.fsdp1 import FlatParameters
 from fsdp_helpers.planning.walk.fsdp2 import FullyShard
 from fsdp_helpers.planning.walk.ledger import Ledger, Peak
-from fsdp_helpers.planning.walk.units import Shards, frozen_beside_trained
+from fsdp_helpers.planning.walk.units import Shards, frozen_beside_trained, num_shards
 from fsdp_helpers.planning.walk.unsharded import WholeModel
 from fsdp_helpers.records import CollectiveCount
 
-TELLING_PARTS = 3  # micro-batches that we walk through: the first, one in the middle, the last
+WALKED_PARTS = 3  # the micro-batches that we walk through: the first, one in the middle, the last
 WHEN = {
     "enter_forward": "forward, in {}",
     "leave_forward": "forward, after {}",
@@ -31,7 +31,7 @@ WHEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One rank's step: its peak, its terms and its collectives."""
+    """One rank's step: its peak with the peak's terms, its collectives and its tasks."""
 
     peak: Peak
     collectives: tuple[CollectiveCount, ...]
@@ -61,19 +61,19 @@ def walk_step(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> Step:
-    """Walk through a steady step of `config` on the rank with the largest shards, and return it.
+    """Walk through a steady step of `config` on the rank with the largest shards; return the step.
 
-    `profile` describes a step on one micro-batch. `units` names the FSDP units below the root; without any, the model
+    `profile` describes a step on one micro-batch. `units` names the FSDP units below the root; if it's empty, the model
     is one unit. With `backend` "gloo", a running collective needs a copy of its full tensor; with "fake" or "nccl", it
     doesn't. gloo and the fake group run on a CPU, which also makes copies that a GPU doesn't need. `replicas` is the
-    number of groups under "hybrid", each with a full copy of the state; two by default. With `has_host`, offloaded
-    state leaves the device for its host; a rank on the CPU has no separate host. `optimizer` is one of
-    `planning.optimizers`. `precision`, one of `planning.state.PRECISIONS`, defaults to that of `config`. Raises
-    ValueError for a unit that isn't a module of the model.
+    number of groups under "hybrid", each with a full copy of the state; the default is two. With `has_host`, offloaded
+    state is in the host's memory instead of the device's; a rank on the CPU has no separate host. `optimizer` is one
+    of `planning.optimizers.OPTIMIZERS`. `precision`, one of `planning.precisions.PRECISIONS`, defaults to that of `config`.
+    Raises ValueError for a unit that isn't a module of the model.
     """
     ledger, sizes, chosen = Ledger(), PRECISIONS[precision or config.precision], named_optimizer(optimizer)
     ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
-    if config.strategy in ("local", "ddp"):
+    if not config.is_sharded:
         rank: WholeModel | FlatParameters | FullyShard = WholeModel(profile, config, ledger, world_size, sizes, chosen)
     else:
         offloads = has_host and config.strategy == "fsdp-offload"
@@ -84,7 +84,7 @@ def walk_step(
             rank = FlatParameters(shards, config, profile)
         else:
             rank = FullyShard(shards, config)
-    parts = min(config.micro_batches, TELLING_PARTS)
+    parts = min(config.micro_batches, WALKED_PARTS)
     for part in range(parts):
         is_last, before = part == parts - 1, len(ledger.tasks)
         rank.begin_part(reduces=is_last or config.reduces_every_part, is_last=is_last)
@@ -97,7 +97,7 @@ def walk_step(
 
 
 def _when(moment: Moment) -> str:
-    """Describe the event in words; after the root's forward comes the loss."""
+    """Describe an event in words; the root's forward is followed by the loss."""
     if moment.event == "leave_forward" and moment.name == ROOT:
         return "the loss"
     return WHEN[moment.event].format(moment.name or "the root")
@@ -108,9 +108,9 @@ def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
     mixed = frozen_beside_trained(profile, units)
     if mixed != profile.thawed:
         raise ValueError(
-            f"FSDP1 gives every parameter in a unit a gradient if any of them is trained: here, {len(mixed)} frozen ones. "
-            f"But the step was measured with {len(profile.thawed)} of them. Measure it with this plan's units as "
-            "flat_units, or use FSDP2"
+            "if any parameter in a unit is trained, FSDP1 gives all of the unit's parameters gradients: here, that's "
+            f"{len(mixed)} frozen ones, but the step was measured with {len(profile.thawed)}. Measure it with this "
+            "plan's units as flat_units, or use FSDP2"
         )
 
 

@@ -1,6 +1,6 @@
-"""Make a plan: how much memory a model takes on each device, how long a step takes, and whether it fits. No torch.
+"""Make a plan: a model's memory on each device, the time of a step, and whether the model fits. No torch import.
 
-GB are 10^9 bytes. We count the bytes that PyTorch allocates for tensors, and set aside an allowance for everything
+1 GB is 10^9 bytes. We calculate the bytes that PyTorch allocates for tensors, and set aside an allowance for everything
 else.
 """
 
@@ -14,14 +14,15 @@ from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.optimizers import OPTIMIZERS, named_optimizer
 from fsdp_helpers.planning.own_shards import own_state
 from fsdp_helpers.planning.peak import Step, walk_step
+from fsdp_helpers.planning.precisions import PRECISIONS
 from fsdp_helpers.planning.profile import StepProfile
-from fsdp_helpers.planning.state import PRECISIONS, num_shards
 from fsdp_helpers.planning.step_time import Speed, StepTime, time_step
 from fsdp_helpers.planning.walk.ledger import Peak
+from fsdp_helpers.planning.walk.units import num_shards
 from fsdp_helpers.records import CollectiveCount, StateBytes
 
-HOST_UPDATE_BYTES_PER_S = 20e9  # a rank's share of host memory bandwidth: four ranks per socket, 8 channels of DDR5
-UPDATE_PASSES = 3  # each parameter is read and written, its gradient is read; moments come on top
+HOST_UPDATE_BYTES_PER_S = 20e9  # a rank's share of a socket's memory bandwidth: four ranks, 8 channels of DDR5
+UPDATE_PASSES = 3  # each parameter is read and written, and its gradient is read; moments are extra
 HEAD = "head"  # the module of a language model whose logits can be computed in chunks
 CATEGORIES = {
     "parameters": "parameters",
@@ -35,12 +36,12 @@ CATEGORIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Training settings on the cluster, named as in `TrainConfig`.
+    """The settings for training on the cluster, named as in `TrainConfig`.
 
     Raises ValueError for settings that can't work.
     """
 
-    batch: int  # what one rank processes in one forward and backward, counted in the model's items
+    batch: int  # the number of items (images, tokens or samples) that a rank processes in one forward and backward
     strategy: str = setting(
         "fsdp-auto-wrap", "how state is sharded; auto-wrap makes each block a unit", choices=STRATEGIES
     )
@@ -73,12 +74,12 @@ class Settings:
     )
     optimizer: str = setting(
         "adam",
-        "Adam in one fused kernel (adam), torch's default on a GPU (adam-foreach) or parameter by parameter (adam-loop); "
-        "Adam with moments in 8 bits (adam-8bit); SGD, with momentum or without",
+        "Adam in one fused kernel (adam), as torch computes it by default on a GPU (adam-foreach), or one parameter at "
+        "a time (adam-loop); Adam with 8-bit moments (adam-8bit); or SGD, without or with momentum",
         choices=tuple(OPTIMIZERS),
     )
     loss_chunks: int = setting(
-        1, "split the tokens into N chunks to compute logits and loss; each chunk is computed again in backward"
+        1, "compute logits and loss in N chunks of tokens; each chunk is computed again in backward"
     )
 
     def __post_init__(self) -> None:
@@ -90,14 +91,14 @@ class Settings:
         self.config()
 
     def config(self) -> TrainConfig:
-        """Return the configuration for the walk, which gets the precision and the optimizer separately."""
+        """Return the configuration for `walk_step`, which gets the precision and the optimizer separately."""
         names = ("strategy", "api", "sharding", "activation_checkpointing", "micro_batches", "sync_micro_batches")
         own = {name: getattr(self, name) for name in names}
         return TrainConfig(**own, global_batch_size=self.micro_batches * MOST_RANKS)
 
     @property
     def measured_precision(self) -> str:
-        """Return the precision to profile activations in: in mixed precision, an unsharded model runs under autocast.
+        """Return the precision in which to profile activations: for mixed precision without FSDP, that's autocast.
 
         fp16 counts as bf16, since its values are the same size.
         """
@@ -105,7 +106,7 @@ class Settings:
         return "autocast" if precision == "bf16" and not is_sharded(self.strategy) else precision
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError if these settings don't work on `world_size` ranks."""
+        """Raise ValueError if these settings can't work on `world_size` ranks."""
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
                 f"strategy 'local' trains in one process, but world_size is {world_size}; use 'ddp', or 1 rank"
@@ -128,22 +129,22 @@ class Plan:
     active_params: int | None = None  # the parameters that one token uses, if that isn't all of them
     settings: Settings
     cluster: Cluster
-    peak: Peak  # that of the rank with the largest shards
+    peak: Peak  # of the rank with the largest shards
     state: StateBytes  # of rank 0, without padding
     collectives: tuple[CollectiveCount, ...]
-    step_flops: int | None  # operations in one rank's step, including recomputation
+    step_flops: int | None  # operations in one rank's step, recomputation included
     model_flops: int | None = None  # the same without recomputation
     time: StepTime | None = None
     checkpoint_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes one rank holds in host memory instead of on the device."""
+        """Return the bytes that a rank holds in host memory instead of on the device."""
         return self.state.total_bytes if self.settings.strategy == "fsdp-offload" else 0
 
     @property
     def node_host_bytes(self) -> int:
-        """Return the bytes a node holds in host memory."""
+        """Return the bytes that a node holds in host memory."""
         return self.host_bytes * self.cluster.node_ranks
 
     @property
@@ -152,12 +153,12 @@ class Plan:
 
     @property
     def spare_bytes(self) -> float:
-        """Return how many bytes of the device stay free; negative if the plan doesn't fit."""
+        """Return the bytes that stay free on the device; negative if the plan doesn't fit."""
         return self.cluster.device_memory_bytes - self.needed_bytes
 
     @property
     def fits_host(self) -> bool:
-        """Return True if a node's host memory, as far as it's known, has room for the offloaded bytes."""
+        """Return True if the offloaded bytes fit in a node's host memory, or its size isn't known."""
         return self.node_host_bytes <= (self.cluster.host_memory_bytes or math.inf)
 
     @property
@@ -170,27 +171,27 @@ class Plan:
 
     @property
     def communication_s(self) -> float:
-        """Return how many seconds a rank's links are busy in a step."""
+        """Return the seconds for which a rank's links are busy in a step."""
         return self.time.communication_s if self.time else self.sent_bytes / self.cluster.bandwidth_bytes_per_s
 
     @property
     def arithmetic_s(self) -> float | None:
-        """Return the seconds of arithmetic in a step, at the stated rate."""
+        """Return the seconds of arithmetic in a step, at the cluster's rate."""
         return self.time.arithmetic_s if self.time else None
 
     @property
     def step_s(self) -> tuple[float, float] | None:
-        """Return the shortest and longest step in seconds; None if kernel launches dominate or no rate is known."""
+        """Return the shortest and longest step, in seconds; None if kernel launches dominate or no rate is known."""
         return (self.time.shortest_s, self.time.longest_s) if self.time and not self.time.launches_decide else None
 
     @property
     def items_per_step(self) -> int:
-        """Return how many items all ranks together process in a step."""
+        """Return the number of items in a step, over all ranks."""
         return self.settings.batch * self.settings.micro_batches * self.cluster.world_size
 
     @property
     def items_per_s(self) -> tuple[float, float] | None:
-        """Return the items per second of all ranks together, for the shortest and for the longest step."""
+        """Return the items per second over all ranks, for the shortest and for the longest step."""
         return (self.items_per_step / self.step_s[0], self.items_per_step / self.step_s[1]) if self.step_s else None
 
     @property
@@ -199,17 +200,17 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Return the model FLOPs utilization: the model's own FLOP/s, without recomputation, over the peak rate."""
+        """Return the model FLOPs utilization: FLOP/s without recomputation, as a fraction of the peak rate."""
         if self.time is None or self.cluster.peak_flops_per_s is None:
             return None
         return self.model_flops / self.time.estimate_s / self.cluster.peak_flops_per_s
 
     def can_compute(self, precision: str) -> bool:
-        """Return True unless the device is known to lack arithmetic in this precision."""
+        """Return True unless we know that the device doesn't support this precision."""
         return self.cluster.device is None or precision in named_device(self.cluster.device).peak_flops
 
     def by_category(self) -> dict[str, int]:
-        """Return the bytes at the peak, by the names in CATEGORIES."""
+        """Return the bytes at the peak for each of the names in CATEGORIES."""
         sizes = self.peak.by_kind()
         return {words: sizes[kind] for kind, words in CATEGORIES.items()}
 
@@ -245,9 +246,9 @@ class Plan:
 
 
 def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
-    """Plan `subject` on `cluster`, whose devices can offload to a host, and whose collectives (NCCL) make no copies.
+    """Plan `subject` on `cluster`, assuming that devices can offload to a host, and that NCCL's collectives don't copy.
 
-    Raises ValueError if the ranks don't match the settings.
+    Raises ValueError if the settings can't work on that number of ranks.
     """
     settings.check_world_size(cluster.world_size)
     subject.check(settings.batch, settings.precision, settings.activation_checkpointing, settings.loss_chunks)
@@ -285,8 +286,8 @@ def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
 def step_flops(subject: Subject, settings: Settings) -> int | None:
     """Return the number of operations in one rank's step, recomputation included; None if it's unknown.
 
-    Backward takes two products for each one in forward, or one if the weight is frozen. Recomputation repeats nearly
-    all of forward. With a chunked loss, the head's forward is computed twice. Source: Chowdhery et al. 2022,
+    Backward takes two matrix products for each one in forward, or one if the weight is frozen. Recomputation repeats
+    nearly all of forward. With a chunked loss, the head's forward is computed twice. Source: Chowdhery et al. 2022,
     arXiv:2204.02311, appendix B.
     """
     forward = _forward_flops(subject, settings)
@@ -309,7 +310,7 @@ def _forward_flops(subject: Subject, settings: Settings) -> int | None:
 
 
 def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepProfile, step: Step) -> StepTime | None:
-    """Return the times of a step, or None if no rate is known."""
+    """Return a step's times, or None if no rate is known."""
     if cluster.flops_per_s is None or subject.forward_flops is None:
         return None
     sharded = settings.config().is_sharded
@@ -333,7 +334,7 @@ def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepP
 
 
 def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> dict[str, float]:
-    """Return a forward's operations by module, weighted so that each takes as long as one of a matrix product."""
+    """Return a forward's operations by module, weighted so that each takes as long as one in a matrix product."""
     found: dict[str, float] = dict(subject.unit_flops_of(settings.batch))
     if cluster.is_typical:
         for unit, flops in subject.attention_flops(settings.batch).items():
@@ -344,7 +345,7 @@ def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> di
 
 
 def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
-    """Return the seconds of an update, which is memory-bound: it reads the whole state and writes all but gradients."""
+    """Return the seconds of an update, which is memory-bound: it reads all state, and writes all but the gradients."""
     value_bytes = PRECISIONS[settings.precision].kept
     state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
     moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes

@@ -1,29 +1,29 @@
-"""Describe one process's step, event by event: the planner computes every peak from such a profile. No torch.
+"""Describe a step in one process, event by event; the planner calculates every peak from such a profile.
 
-A profile is either measured once, in one process with one rank's images (`measuring.step_profile`), or calculated from
-the bytes of a block (`planning.transformer`). It doesn't depend on the strategy.
+No torch import. A profile is either measured once, in one process with one rank's images (`measuring.step_profile`), or
+calculated from a block's bytes (`planning.transformer`). It doesn't depend on the strategy.
 """
 
 from dataclasses import dataclass, field
 from math import prod
 
-ROOT = ""  # the name of the whole model among its modules
+ROOT = ""  # the full model's name among its modules
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """An event in a step, and the bytes of activations from there to the next event.
+    """An event in a step, and the bytes of activations from then until the next event.
 
     Activations here are everything except parameters, finished gradients and optimizer state: the tensors that forward
-    keeps for backward, and the temporaries of operations.
+    keeps for backward, and operations' temporaries.
     """
 
-    # enter_forward, leave_forward, enter_backward, leave_backward, or gradient, when one is finished. A recomputed
-    # module enters and leaves forward again, during backward.
+    # enter_forward, leave_forward, enter_backward, leave_backward, or gradient (a gradient is finished). A recomputed
+    # module enters and leaves forward again during backward.
     event: str
     name: str  # the module's name or, for "gradient", the parameter's
     activation_bytes: int  # at the event
-    highest_bytes: int  # the highest value until the next event
+    highest_bytes: int  # the peak until the next event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,15 @@ class StepProfile:
 
     shapes: dict[str, tuple[int, ...]]
     moments: tuple[Moment, ...]
-    frozen: frozenset[str] = frozenset()  # parameters that are not trained
-    tied: dict[str, str] = field(default_factory=dict)  # each further name of a parameter -> its name in `shapes`
+    frozen: frozenset[str] = frozenset()  # parameters that aren't trained
+    tied: dict[str, str] = field(default_factory=dict)  # a parameter's other names -> its name in `shapes`
     buffer_bytes: int = 0  # buffers, which no strategy shards
     thawed: frozenset[str] = frozenset()  # frozen parameters that share a flat unit with a trained one ...
-    thawed_moments: tuple[Moment, ...] = ()  # ... and the events of a step in which these get gradients, too
+    thawed_moments: tuple[Moment, ...] = ()  # ... and the events of a step in which they get gradients, too
 
     @property
     def flat_moments(self) -> tuple[Moment, ...]:
-        """Return the moments of a step with one flat tensor per unit, which needs a gradient all over or not at all."""
+        """Return the moments of a step with one flat tensor per unit, where a unit gets all its gradients or none."""
         return self.thawed_moments or self.moments
 
     @property

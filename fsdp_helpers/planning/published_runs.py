@@ -1,4 +1,4 @@
-"""List published training runs, and plan each of them. No torch."""
+"""Published training runs, each with its plan. No torch import."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ SHAPES = LLAMA_SHAPES | {
 }
 TITAN_A100 = "torchtitan, docs/performance.md, 2024"
 TITAN_H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-TITAN_MACHINE = "96 GB, 500 W"  # its H100s; the device of that name in our table has 80 GB and 700 W
+TITAN_MACHINE = "96 GB, 500 W"  # of its H100s; the H100 in our table has 80 GB and 700 W
 FMS = "foundation-model-stack/fms-fsdp, README"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A published run: what was trained, how, and with what results."""
+    """A published run: its model, its settings and its results."""
 
     source: str
     model: str
@@ -32,12 +32,12 @@ class Published:
     sequences: int  # per rank, in one forward and backward
     recomputed: str
     tokens_per_s: float  # per rank
-    memory_bytes: float | None = None  # the most that one rank reserved
-    replicas: int | None = None  # number of copies of the state, if sharding is hybrid
-    machine: str = ""  # how its GPUs differ from the device of that name
+    memory_bytes: float | None = None  # the most memory that a rank reserved
+    replicas: int | None = None  # the number of copies of the state if sharding is hybrid
+    machine: str = ""  # how its GPUs differ from the device in our table
 
     def plan(self) -> Plan:
-        """Return the plan of this run, in bf16, with a unit for each block."""
+        """Return the plan for this run, in bf16, with each block as a unit."""
         subject = llama_subject(self.model, SHAPES[self.model])
         hybrid = {"sharding": "hybrid", "replicas": self.replicas} if self.replicas else {}
         settings = Settings(

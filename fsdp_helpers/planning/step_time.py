@@ -1,9 +1,9 @@
-"""Estimate how long a step takes: arithmetic and collectives in queues, then the optimizer. No torch.
+"""Estimate how long a step takes: arithmetic and collectives in queues, then the optimizer. No torch import.
 
-The walk (`planning.peak`) lists a rank's tasks in order. Here, we work out how long each task takes, and the queues of
+The walk (`planning.peak`) lists a rank's tasks in order. Here, we calculate how long each task takes, and the queues in
 `planning.streams` show which tasks overlap. The result is an estimate with a range. If you name a device, the range is
-the spread of published runs on such devices. Otherwise, it goes from full overlap to no overlap with rates that are
-lower than yours by the same spread.
+the spread of published runs on such devices. Otherwise, the shortest step has full overlap; the longest has none, and
+its rates are lower than yours by the same spread.
 """
 
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ from fsdp_helpers.planning.profile import ROOT
 from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, COPIES, Span, Task, busy_s, length_s, run_tasks
 from fsdp_helpers.planning.traffic import step_range_s
 
-# In forward, a block is some fifty kernels, and the host takes 5 to 20 µs to launch each: about a millisecond in all.
+# A block's forward has about fifty kernels, and the host takes 5 to 20 µs to launch each: up to a millisecond in all.
 LAUNCH_BOUND_S = 1e-3
 
 
@@ -26,7 +26,7 @@ class StepTime:
     """How long a step takes, and why: seconds of arithmetic, communication and the optimizer."""
 
     arithmetic_s: float
-    communication_s: float  # in which the links are busy
+    communication_s: float  # the time for which the links are busy
     optimizer_s: float
     estimate_s: float
     shortest_s: float
@@ -36,7 +36,7 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float:
-        """Return how many seconds arithmetic waits for collectives or for the host."""
+        """Return the seconds for which arithmetic waits for collectives or for the host."""
         return self.estimate_s - self.arithmetic_s - self.optimizer_s
 
 
@@ -48,7 +48,7 @@ class Speed:
     network: Network
     shards: int  # ranks that share one copy of the state
     replicas: int  # number of copies; with DDP, each rank has one
-    host_bytes_per_s: float | None = None  # to and from the host, if shards are kept there
+    host_bytes_per_s: float | None = None  # to and from the host, if it keeps the shards
     optimizer_s: float = 0.0
     spread: float | None = None  # how far published runs on a named device are above or below the estimate
 
@@ -85,7 +85,7 @@ def _longest_forward_s(spans: Sequence[Span]) -> float:
 
 
 class _Seconds:
-    """Returns the seconds of a task when called. A unit's operations are split among its arithmetic tasks."""
+    """A function from a task to its seconds. A unit's operations are split among its arithmetic tasks."""
 
     def __init__(
         self, tasks: Sequence[Task], unit_flops: Mapping[str, float], speed: Speed, backward_factor: float, parts: int
@@ -110,7 +110,7 @@ class _Seconds:
 
 
 def flops_by_unit(unit_flops: Mapping[str, float], units: set[str]) -> Counter[str]:
-    """Return the operations of each unit; a module's belong to the innermost unit that contains it, or to the root."""
+    """Return each unit's operations; a module's belong to the innermost unit that contains it, or to the root."""
     found = Counter(dict.fromkeys(units, 0))
     for module, flops in unit_flops.items():
         around = [unit for unit in units if unit != ROOT and f"{module}.".startswith(f"{unit}.")]

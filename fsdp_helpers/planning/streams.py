@@ -1,27 +1,27 @@
-"""Put a GPU's communication and arithmetic on a timeline, as queues that run side by side. No torch import.
+"""Put a GPU's communication and arithmetic on a timeline, as queues that run in parallel. No torch import.
 
-Arithmetic runs in one queue and collectives run in another, so both can be busy at once if an all-gather starts early
+Arithmetic runs in one queue and collectives in another, so both can be busy at once if an all-gather starts early
 enough. Hybrid sharding has a third queue, for all-reduces across the copies of the state, which have their own ring.
-Other costs on a real GPU (launching kernels, copies within the device) are left out.
+A real GPU's other costs (launching kernels, copies within the device) are left out.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 ARITHMETIC, COMMUNICATION, COPIES = "arithmetic", "communication", "between copies"
-BACKWARD_FACTOR = 2  # two products for each one in forward
-AT_START, AT_END = "start", "end"  # when a collective is issued: at that point of the arithmetic before it
+BACKWARD_FACTOR = 2  # two matrix products for each one in forward
+AT_START, AT_END = "start", "end"  # when a collective is issued: at the start or end of the arithmetic before it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One of a rank's tasks in a step: some arithmetic, or a collective."""
+    """One of a rank's tasks in a step: arithmetic, or a collective."""
 
     queue: str
     what: str  # "forward", "backward", or the name of a collective
     unit: str | int
     amount: float = 0.0  # operations, or bytes of the full tensor
-    asked: str = AT_START  # for a collective: whether it's issued at the start or the end of the arithmetic before it
+    asked: str = AT_START  # for a collective: AT_START or AT_END
     ranks: int = 1  # for a collective: how many ranks take part
 
 
@@ -37,11 +37,11 @@ class Span:
 
 
 def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> list[Span]:
-    """Return the start and the end of each task, in the order of `tasks`.
+    """Return the start and end of each task, in the order of `tasks`.
 
-    The tasks in a queue run one after the other. A unit computes once it's unsharded. A gradient is sent once it's
-    computed. FSDP2 keeps only one reduce-scatter's input, so arithmetic after a reduction is issued waits for the
-    previous reduction to end.
+    Tasks in the same queue run one after another. A unit computes once it's unsharded, and a gradient is sent once it's
+    computed. FSDP2 keeps only one reduce-scatter's input, so after a reduction is issued, arithmetic waits until the
+    previous reduction has ended.
     """
     free_s = dict.fromkeys((ARITHMETIC, COMMUNICATION, COPIES), 0.0)
     gathered_s: dict[str | int, float] = {}
@@ -75,12 +75,12 @@ def length_s(spans: Iterable[Span]) -> float:
 
 
 def busy_s(spans: Iterable[Span], *queues: str) -> float:
-    """Return how many seconds these queues are busy, added up."""
+    """Return the total time for which these queues are busy, in seconds."""
     return sum(span.end_s - span.start_s for span in spans if span.queue in queues)
 
 
 def step_spans(num_units: int, *, forward_s: float, gather_s: float, reduce_s: float, prefetch: bool) -> list[Span]:
-    """Return all spans in a step of equal units: forward in order, backward in reverse, with an all-gather for each.
+    """Return the spans of a step with equal units: forward in order, backward in reverse, each with an all-gather.
 
     With `prefetch`, an all-gather is issued when the previous unit starts computing; without it, when that unit is
     done. A unit's all-gather is issued before the previous unit's reduction.

@@ -1,4 +1,7 @@
-"""Compare plans across ranks, sequence lengths and levers; find the fewest devices that finish in time. No torch."""
+"""Compare plans across ranks, sequence lengths and memory levers, and find the fewest devices that finish in time.
+
+No torch import.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +19,7 @@ ClusterOf = Callable[[int], Cluster]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The fastest plan for a number of ranks and a sequence length; `best` is None if nothing we tried fits."""
+    """The fastest plan for a number of ranks and a sequence length; `best` is None if no plan that we tried fits."""
 
     world_size: int
     sequence: int
@@ -26,10 +29,10 @@ class Row:
 def sweep(
     subjects: Iterable[Subject], settings: Settings, cluster_of: ClusterOf, world_sizes: Iterable[int]
 ) -> Iterator[Row]:
-    """Yield a row for each model, sequence length and number of ranks.
+    """Yield a row for each model (one per sequence length) and number of ranks.
 
-    For each row, it tries every batch that fits (doubling it each time), each recomputation setting, the loss with and
-    without chunks, and sharding across all ranks or within each node.
+    For each row, we double the batch for as long as it fits, with each recomputation setting, the loss with and without
+    chunks, and sharding across all ranks or within each node.
     """
     sizes = list(world_sizes)
     for subject in subjects:
@@ -42,7 +45,7 @@ def sweep(
 
 
 def best_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan | None:
-    """Return the fastest plan on `cluster` that fits; None if none does. Raises ValueError if no rate is known."""
+    """Return the fastest plan that fits on `cluster`; None if none does. Raises ValueError if no rate is known."""
     chunks = (1, FEWEST_CHUNKS) if subject.chunks_loss else (1,)
     found = []
     for loss_chunks in chunks:
@@ -56,7 +59,7 @@ def best_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan | 
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Return numbers of ranks to try: FEWEST_RANKS, doubled again and again up to `most`, which comes last."""
+    """Return the numbers of ranks to try: FEWEST_RANKS, doubled repeatedly while below `most`, and then `most`."""
     sizes = [FEWEST_RANKS]
     while sizes[-1] * 2 <= most:
         sizes.append(sizes[-1] * 2)
@@ -64,7 +67,7 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def days_of(plan: Plan, total: float, goodput: float = 1.0) -> float:
-    """Return how many days a run of `total` items takes."""
+    """Return the number of days that a run of `total` items takes."""
     return device_hours(plan, total, goodput) / plan.cluster.world_size / DAY_HOURS
 
 
@@ -73,8 +76,8 @@ def fewest_ranks(
 ) -> Plan | None:
     """Return the plan with the fewest ranks, in full nodes, that processes `total` items within `days`.
 
-    None if even `most` ranks are too few. This assumes that more ranks are faster, which is true until the network
-    becomes the bottleneck.
+    Returns None if even `most` ranks are too few. This assumes that more ranks are faster, which is true until the
+    network becomes the bottleneck.
     """
     node = cluster_of(1).ranks_per_node
 
@@ -94,8 +97,8 @@ def fewest_ranks(
 def fewest_that_fit(subject: Subject, settings: Settings, cluster: Cluster, most: int = 2**14) -> int | None:
     """Return the fewest ranks on which the plan fits, or None if even `most` are too few.
 
-    With more ranks, each needs less memory, until padding outweighs that. So we double the ranks until the plan fits,
-    and then bisect.
+    With more ranks, each needs less memory, until padding outweighs the savings. So we double the ranks until the plan
+    fits, and then bisect.
     """
 
     def fits(ranks: int) -> bool:

@@ -1,26 +1,26 @@
-"""Calculate the bytes that a rank sends, for one collective and in a step of each strategy. No torch import.
+"""Calculate the bytes that a rank sends for one collective, and the values that are padded. No torch import.
 
 N ranks in a ring split a tensor into N parts, and each rank passes on one part at a time: N - 1 times until the sums
 are complete (a reduce-scatter), and N - 1 times until every rank has all parts (an all-gather). An all-reduce does
-both. No algorithm lets every rank send less: P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce algorithms for
-clusters of workstations*, 2009. A library may send more: gloo's reduce-scatter is an all-reduce, after which each rank
-keeps only its part.
+both. There's no algorithm with which every rank sends less: P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce
+algorithms for clusters of workstations*, 2009. A library may send more: gloo's reduce-scatter is an all-reduce, after
+which each rank keeps only its part.
 """
 
 from collections.abc import Sequence
 from math import prod
 
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
-from fsdp_helpers.planning.state import FP32_BYTES
+from fsdp_helpers.planning.precisions import FP32_BYTES
 
-ALIGNED_BYTES = 16  # in a flat tensor, FSDP1 begins each parameter at a multiple of this: 4 values in fp32, 8 in bf16
+ALIGNED_BYTES = 16  # in FSDP1's flat tensor, each parameter begins at a multiple of this: 4 values in fp32, 8 in bf16
 
 
 def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: bool = False) -> int:
-    """Return the bytes that one rank sends for one collective across `num_ranks` ranks, rounded to whole bytes.
+    """Return the bytes that a rank sends for a collective across `num_ranks` ranks, rounded to whole bytes.
 
     `full_bytes` is the size of the full tensor, padding included: an all-gather's output, or a reduce-scatter's input.
-    `is_root` is true on the rank that a broadcast or scatter comes from, or that a gather or reduce goes to. Raises
+    `is_root` is true on the rank from which a broadcast or scatter sends, or to which a gather or reduce sends. Raises
     ValueError for an unknown operation.
     """
     parts_sent = {  # a part is full_bytes / num_ranks
@@ -37,50 +37,23 @@ def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: 
         "barrier": 0,
     }
     if op not in parts_sent:
-        raise ValueError(f"there is no formula for the bytes that {op!r} sends; choose one of {', '.join(parts_sent)}")
+        raise ValueError(f"there's no formula for the bytes that {op!r} sends; choose one of {', '.join(parts_sent)}")
     return round(parts_sent[op] * full_bytes / num_ranks) if num_ranks > 1 else 0
 
 
-def step_sent_bytes(
-    strategy: str, unit_params: Sequence[int], num_ranks: int, *, micro_batches: int = 1, kept_whole: bool = False
-) -> int:
-    """Return the bytes that one rank sends in a step, in fp32; gradients are reduced once, after the last micro-batch.
-
-    `unit_params` is the number of parameters in each unit, the root first, padding included (see `padded_params`).
-    Without units below it, the root is the full model.
-
-    With P parameters in all, DDP all-reduces 4 P bytes. FSDP reduce-scatters each unit. It all-gathers the root once,
-    since that stays unsharded from forward to backward, and every other unit twice, for forward and for backward.
-    That's (3 - root / P) / 2 times as much as DDP sends: the same with one unit, and up to 1.5 times as much with many.
-    Every further micro-batch all-gathers again, unless units are `kept_whole` from the first forward to the last
-    backward; then each is all-gathered once per step. Source: S. Rajbhandari et al. 2020, arXiv:1910.02054, section 7:
-    2 P for data parallelism, 3 P with everything sharded.
-    """
-    root, total = unit_params[0], sum(unit_params)
-    reduced = FP32_BYTES * total
-    if strategy == "local":
-        return 0
-    if strategy == "ddp":
-        return collective_sent_bytes("all_reduce", reduced, num_ranks)
-    gathered = FP32_BYTES * (total if kept_whole else micro_batches * (root + 2 * (total - root)))
-    return collective_sent_bytes("all_gather", gathered, num_ranks) + collective_sent_bytes(
-        "reduce_scatter", reduced, num_ranks
-    )
-
-
 def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, float]:
-    """Return the shortest and the longest step, in seconds: with all communication hidden behind arithmetic, or none.
+    """Return the shortest and longest step, in seconds: with all communication hidden behind arithmetic, and with none.
 
-    For the longest, rates are TYPICAL_RANGE, the spread of published runs, lower than those you gave.
+    The longest also assumes rates lower than yours by TYPICAL_RANGE, the spread of published runs.
 
     `communication_s` is the time the link needs for a rank's bytes: sent bytes divided by bytes per second. If it's
     more than four times `arithmetic_s`, the network dominates: even a step that hides nothing takes less than 25%
     longer than the communication alone. How much is hidden depends on when the bytes are ready. DDP sends a bucket once
-    backward has computed the last of its gradients, and forward and the optimizer always wait. Headers come on top:
-    with TCP over Ethernet, they're 66 of the 1,514 bytes in a packet, and acknowledgments and retransmissions are added
-    to that. ShallowNet under DDP hides nothing, since most of its bytes belong to one layer: its steps took 1.00 to
-    1.25 times the sum of both (`notebooks/reference/bandwidth.json`). Source: S. Li et al. 2020, arXiv:2006.15704,
-    section 3.2.3, on what overlaps with backward.
+    backward has computed the last of its gradients, and forward and the optimizer never overlap with communication.
+    Headers add to the bytes: with TCP over Ethernet, they're 66 of the 1,514 bytes in a packet, not counting
+    acknowledgments and retransmissions. ShallowNet under DDP hides nothing, since most of its bytes belong to one
+    layer: its steps took 1.00 to 1.25 times the sum of both (`notebooks/reference/bandwidth.json`). Source: S. Li et
+    al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
     """
     return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)
 
@@ -88,9 +61,10 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
 def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
     """Return the number of values in a unit whose parameters have these shapes, padded so that all shards are equal.
 
-    FSDP1 packs the parameters into one flat tensor, each at an aligned offset, and pads the end. `value_bytes` is the
-    size of a value in the precision of the computation, which the alignment depends on. FSDP2 pads the rows of each
-    parameter. Source: torch 2.15, `_get_aligned_numel` in `torch/distributed/fsdp/_flat_param.py`.
+    FSDP1 packs the parameters into one flat tensor, each at an aligned offset, and pads the end. The alignment depends
+    on `value_bytes`, the size of a value in the precision of the computation. FSDP2 pads the rows of each parameter.
+
+    Source: torch 2.15, `_get_aligned_numel` in `torch/distributed/fsdp/_flat_param.py`.
     """
     if api == "fsdp2":
         return sum(_round_up(shape[0], num_ranks) * prod(shape[1:]) for shape in shapes)

@@ -1,8 +1,8 @@
-"""Calculate the memory that transformer blocks, and a stack of them, take in a step. No torch import.
+"""Calculate the memory that transformer blocks, and stacks of them, take in a step. No torch import.
 
-Vision transformers and Llama-like models have no dropout, and fused attention, which doesn't write its scores and keeps
-one logarithm per token and head. Norms and attention keep their statistics in fp32. The method comes from Korthikanti
-et al. 2022, arXiv:2205.05198, section 4.1.
+Vision transformers and Llama-like models have no dropout. Their attention is fused: it doesn't write its scores, and
+keeps one logarithm per token and head. Norms and attention keep their statistics in fp32. The method comes from
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.1.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,21 +10,20 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fsdp_helpers.models.shapes import LlamaShape
+from fsdp_helpers.planning.precisions import FP32_BYTES
 from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockBytes:
-    """One block's bytes in a step, for one micro-batch of one rank."""
+    """A block's bytes in a step, for one rank's micro-batch."""
 
-    kept_bytes: int  # what autograd keeps from forward to backward, the block's input included
+    kept_bytes: int  # kept by autograd from forward to backward, the block's input included
     input_bytes: int  # the block's input, which is all that full activation checkpointing keeps
     products_bytes: int  # the outputs of its matrix products, which selective checkpointing also keeps
-    working_bytes: int  # the most that backward has in flight within the block, on top of kept_bytes
-    leaving_bytes: int = (
-        0  # kept and in flight when backward is at the block's first product, and has all later gradients
-    )
+    working_bytes: int  # the most in flight in the block's backward, on top of kept_bytes
+    # Kept and in flight when backward is at the block's first matrix product, with all later ones' gradients finished
+    leaving_bytes: int = 0
 
     def waiting_bytes(self, activation_checkpointing: str) -> int:
         """Return the bytes that the block keeps until backward reaches it."""
@@ -39,18 +38,19 @@ def transformer_block_bytes(
     """Return the bytes of an fp32 `nn.TransformerEncoderLayer` (norm first, ReLU, hidden layer 4 x width) on the CPU.
 
     The count follows Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, adapted to this layer: fp32 instead of
-    16-bit values, a second dropout in the hidden layer, masks of 4 bytes instead of 1, and attention that's written out
-    (with dropout) or fused (without). Values per token, where h is the width, a the number of heads, and s the number
-    of tokens:
+    16-bit values, a second dropout in the hidden layer, masks of 4 bytes per value instead of 1, and attention step by
+    step (with dropout) or fused (without). Values per token, where h is the width, a the number of heads, and s the
+    number of tokens:
 
-    - attention: the norm's input h and output h; q and k h each; v as part of q, k, v 3 h; scores, mask and their
-      product a s each; the output projection's input h; its dropout mask h
-    - hidden layer: the norm's input h and output h; ReLU's output, its mask and their product 4 h each; the last mask h
-    - both norms: their mean and standard deviation, 4
+    - attention: the norm's input, h, and output, h; q and k, h each; v as part of q, k and v, 3 h; scores, mask and
+      their product, a s each; the output projection's input, h; its dropout mask, h
+    - hidden layer: the norm's input, h, and output, h; ReLU's output, its mask and their product, 4 h each; the last
+      mask, h
+    - both norms: their means and standard deviations, 4
     """
     values = images * tokens
     with_masks = 24 * width + 3 * num_heads * tokens + 4
-    # There are no masks, dropout's input is its output, and scores are never written.
+    # Without dropout, there are no masks or masked copies, and scores are never written.
     fused = 12 * width + num_heads + 4
     scores = num_heads * tokens + width if dropout else 0
     return BlockBytes(
@@ -62,26 +62,27 @@ def transformer_block_bytes(
 
 
 def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
-    """Return the most bytes in flight in such a block's backward, which is when it enters the hidden layer.
+    """Return the most bytes in flight in such a block's backward, reached when it enters the hidden layer.
 
-    Values per token: the incoming gradient, h; the same gradient after the last mask, h, while that mask, h, is freed;
-    and the hidden layer's gradient, 4 h. On top of that comes the gradient of the second weight, 4 h x h.
+    Values per token, where h is the width: the incoming gradient, h; the same gradient after the last mask, h, while
+    that mask, h, is freed; and the hidden layer's gradient, 4 h. The gradient of the second weight adds 4 h x h values.
     """
     return value_bytes * (images * tokens * 5 * width + 4 * width * width)
 
 
 def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, value_bytes: int = 4) -> BlockBytes:
-    """Return the bytes of a pre-norm block with GELU, for `tokens` in all.
+    """Return the bytes of a pre-norm block with GELU, for a total of `tokens` tokens.
 
-    Values per token, where h is `width`, m `mlp_width`, and a the number of heads:
+    Values per token, where h is `width`, m is `mlp_width`, and a is the number of heads:
 
-    - attention: the norm's input h and output h; q, k and v 3 h; attention's output, which the projection keeps, h
-    - hidden layer: the norm's input h and output h; GELU's input m and output m
-    - in fp32: mean and standard deviation of two norms, 4; attention's logarithms, a
+    - attention: the norm's input, h, and output, h; q, k and v, 3 h; attention's output, which the projection keeps, h
+    - hidden layer: the norm's input, h, and output, h; GELU's input, m, and output, m
+    - in fp32: two norms' means and standard deviations, 4; attention's logarithms, a
 
-    Backward peaks either at the hidden layer, with the gradients of the block's output, h, of GELU's output, m, and of
-    the second weight, m x h; or at its end, at q, k and v, with all weights' gradients, the norm's input and output, 2
-    h, its statistics, 2, and the gradients of q, k and v, 3 h, of their input, h, and of the residual connection, h.
+    Backward has its peak at one of two moments. At the hidden layer, it has the gradients of the block's output, h, of
+    GELU's output, m, and of the second weight (m x h values in all). At the end, at q, k and v, it has all weights'
+    gradients, the norm's input and output, 2 h, its statistics, 2, and the gradients of q, k and v, 3 h, of their
+    input, h, and of the residual connection, h.
     """
     return BlockBytes(
         kept_bytes=tokens * (value_bytes * (8 * width + 2 * mlp_width) + FP32_BYTES * (num_heads + 4)),
@@ -99,21 +100,23 @@ def llama_block_bytes(
     mlp_width: int,
     num_heads: int,
     kv_width: int,
-    q_width: int | None = None,  # the same as width, if left out
+    q_width: int | None = None,  # defaults to width
     value_bytes: int = 4,
 ) -> BlockBytes:
-    """Return the bytes of a block with RMSNorm, grouped keys and values, and SwiGLU.
+    """Return the bytes of a block with RMSNorm, grouped-query attention, and SwiGLU.
 
-    Values per token, where h is `width`, m `mlp_width`, q `q_width`, k `kv_width`, and a the number of heads:
+    Values per token, where h is `width`, m is `mlp_width`, q is `q_width`, k is `kv_width`, and a is the number of
+    heads:
 
-    - attention: the norm's input h and output h; queries q; keys and values k each; attention's output q
-    - hidden layer: the norm's input h and output h; the gate before and after SiLU, the other half, their product: 4 m
-    - in fp32: one statistic for each of two norms, 2; attention's logarithms, a
+    - attention: the norm's input, h, and output, h; queries, q; keys and values, k each; attention's output, q
+    - hidden layer: the norm's input, h, and output, h; the gate before and after SiLU, the other half, and their
+      product, m each
+    - in fp32: two norms' statistics, 2; attention's logarithms, a
 
-    Backward peaks either at SiLU, with the gradients of the block's output, h, of the two halves, 2 m, and of the last
-    weight, m x h; or at its end, at the queries, with all weights' gradients, the norm's input and output, 2 h, its
-    statistic, 1, and the gradients of the queries, q, of the input to queries, keys and values, 2 h, and of the
-    residual connection, h.
+    Backward has its peak at one of two moments. At SiLU, it has the gradients of the block's output, h, of the two
+    halves, 2 m, and of the last weight (m x h values in all). At the end, at the queries, it has all weights'
+    gradients, the norm's input and output, 2 h, its statistic, 1, and the gradients of the queries, q, of the input to
+    queries, keys and values, 2 h, and of the residual connection, h.
     """
     q_width = q_width or width
     values = 4 * width + 2 * q_width + 2 * kv_width + 4 * mlp_width
@@ -127,9 +130,9 @@ def llama_block_bytes(
 
 
 def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int) -> BlockBytes:
-    """Return the bytes of one block of a Llama or a relative: `llama_block_bytes`, plus what's special to this model.
+    """Return the bytes of a block of a Llama or a relative: `llama_block_bytes`, plus this model's special features.
 
-    If there's no gate, `vit_block_bytes` counts the block. Further values per token:
+    If there's no gate, the block is counted as in `vit_block_bytes`. Further values per token:
 
     - norms of each head's queries and keys: their inputs, q + k, and one statistic per head
     - norms after attention and after the hidden layer: their inputs, h each, and one statistic each
@@ -148,7 +151,7 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     q_width, kv_width, values, statistics = shape.q_width, shape.kv_width, 0, 0
     if shape.latent:
         latent = shape.latent
-        # queries and keys are wider than values and attention's output, so we use the average
+        # Queries and keys are wider than values and attention's output, so we use the average
         q_width = kv_width = shape.num_heads * (latent.content_width + latent.rotary_width + latent.value_width) // 2
         values += 2 * (latent.kv_rank + (latent.query_rank or 0)) + latent.rotary_width
         values += shape.num_heads * latent.content_width
@@ -165,8 +168,8 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     more = {"kept_bytes": found.kept_bytes + tokens * (value_bytes * values + FP32_BYTES * statistics)}
     if experts:
         others = experts.number * experts.width - mlp_width  # further rows of the weight gradients that exist at once
-        said = tokens * experts.chosen * shape.width  # the gradients of the experts' outputs, on the way to the experts
-        more["working_bytes"] = found.working_bytes + value_bytes * (max(0, others) * shape.width + said)
+        routed = tokens * experts.chosen * shape.width  # gradients of the experts' outputs, going to the experts
+        more["working_bytes"] = found.working_bytes + value_bytes * (max(0, others) * shape.width + routed)
     return replace(found, **more)
 
 
@@ -177,15 +180,15 @@ class HeadBytes:
     kept_bytes: int = 0  # kept from forward to backward
     forward_bytes: int = 0  # in flight in the head's forward, on top of the kept bytes
     working_bytes: int = 0  # in flight while backward goes through the loss, on top of the kept bytes
-    entering_bytes: int | None = None  # what's there when backward enters the head; the kept bytes, if left out
+    entering_bytes: int | None = None  # held when backward enters the head; defaults to kept_bytes
     inside_bytes: int = 0  # in flight in the head's backward, on top of entering_bytes
-    parameters: tuple[str, ...] = ()  # the ones whose gradients are finished before backward enters a block
+    parameters: tuple[str, ...] = ()  # those whose gradients are finished before backward enters a block
     waiting_bytes: int = 0  # the gradient of a tied head, which waits until backward reaches the embedding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A block: its parameters' shapes by name, in the order of forward, and its bytes in a step."""
+    """A block: its parameters' shapes by name, in forward's order, and its bytes in a step."""
 
     shapes: dict[str, tuple[int, ...]]
     bytes: BlockBytes
@@ -200,7 +203,7 @@ def stack_profile(
     head: HeadBytes | None = None,
     **others,
 ) -> StepProfile:
-    """Return the profile of a step of a model with equal `blocks`; the rest is as in `layers_profile`."""
+    """Return the profile of a step of a model whose `blocks` are all equal; otherwise, this is `layers_profile`."""
     layer = Layer(shapes=block_shapes, bytes=block)
     return layers_profile(dict.fromkeys(blocks, layer), root_shapes, activation_checkpointing, head, **others)
 
@@ -215,12 +218,12 @@ def layers_profile(
     tied: dict[str, str] | None = None,
     frozen: Collection[str] = (),
 ) -> StepProfile:
-    """Return the profile of a step of a model of blocks, on one rank's images or tokens.
+    """Return the profile of a step of a model that consists of blocks, on one rank's images or tokens.
 
-    Backward goes from the last block to the first. At each block, it holds the bytes that earlier blocks keep, and
-    everything of this one, recomputed if necessary. Gradients are finished one after the other; a wide block with few
-    tokens peaks with the last of them. Without a `head`, the layers after the blocks don't count. `outer_units`, if
-    there are two, are the modules before and after the blocks. Parameters in `frozen` get no gradient.
+    Backward goes from the last block to the first. At each block, it holds the bytes that earlier blocks keep, and all
+    of this block's, recomputed if necessary. Gradients are finished one after another; a wide block with few tokens has
+    its peak at the last one. Without a `head`, the layers after the blocks don't count. `outer_units`, if there are
+    two, are the modules before and after the blocks. Parameters in `frozen` get no gradient.
     """
     head = head or HeadBytes()
     waiting = [layer.bytes.waiting_bytes(activation_checkpointing) for layer in layers.values()]
@@ -246,7 +249,7 @@ def layers_profile(
 
 
 def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> Iterator[Moment]:
-    """Yield the events of the head's forward, the loss in both directions, and the head's backward."""
+    """Yield the events of the head's forward, the loss's forward and backward, and the head's backward."""
     at_the_end = blocks_bytes + head.kept_bytes
     entering = at_the_end if head.entering_bytes is None else blocks_bytes + head.entering_bytes
     yield from _forward_of(name, at_the_end, at_the_end + head.forward_bytes)
@@ -260,7 +263,7 @@ def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> It
 
 
 def _forward_of(name: str | None, kept_bytes: int, highest_bytes: int = 0) -> Iterator[Moment]:
-    """Yield the events of an outer unit's forward, if there is such a unit."""
+    """Yield the events of an outer unit's forward, if there's such a unit."""
     if name:
         yield _moment("enter_forward", name, kept_bytes, highest_bytes)
         yield _moment("leave_forward", name, kept_bytes)

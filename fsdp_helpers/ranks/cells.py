@@ -1,7 +1,6 @@
 """The inside of a live rank: it runs cells one after another in a module of its own, and sends back each result."""
 
 import ast
-import builtins
 import codeop
 import importlib.machinery
 import linecache
@@ -12,6 +11,7 @@ import re
 import signal
 import sys
 import types
+from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from fsdp_helpers.ranks.errors import Answer, Failure, describe_error
 from fsdp_helpers.ranks.group import limit_waiting, process_group, rank_device
-from fsdp_helpers.ranks.output import without_addresses
-from fsdp_helpers.ranks.pickling import dumps
-from fsdp_helpers.ranks.rank import Send, Setup, flush
+from fsdp_helpers.ranks.launch import dumps
+from fsdp_helpers.ranks.rank import Send, flush
 
 INTERRUPT = signal.SIGUSR2  # how the parent asks a rank to end its cell; SIGINT goes to a whole process group
 WIDTH = 110  # characters in a line, if a value is shown on several lines
 LONGER_S = 300.0  # for a collective, while another rank may still be compiling
 CELLS = "<cells>"  # the file of the module in which all cells run
+ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True)
@@ -41,52 +41,42 @@ class LocalShard:
     shape: torch.Size
 
 
-def serve(rank: int, setup: Setup, send: Send, link: Connection) -> None:
-    """Join the group, then run cells until the parent ends or closes the link."""
-    with process_group(rank, setup.world_size, **setup.group):
-        cells = Cells(rank, setup, send)
+def serve(timeout_s: float, rank: int, world_size: int, group: dict, send: Send, link: Connection) -> None:
+    """Join the group, then run cells until the parent ends this process."""
+    with process_group(rank, world_size, **group):
+        cells = Cells(rank, world_size, timeout_s, send)
         send("answer", Answer(0))
         while True:
-            try:
-                message = pickle.loads(link.recv_bytes())
-            except (EOFError, OSError):
-                return
-            send("answer", cells.answer(*message))
+            send("answer", cells.answer(*pickle.loads(link.recv_bytes())))
 
 
 class Cells:
     """The module in which a rank's cells run: its names persist from cell to cell."""
 
-    def __init__(self, rank: int, setup: Setup, send: Send) -> None:
+    def __init__(self, rank: int, world_size: int, timeout_s: float, send: Send) -> None:
         # It's called `__main__`, as in a script, so that code from the notebook can be copied into one.
         module = types.ModuleType("__main__")
         module.__file__ = CELLS
         # So that processes started from here import nothing.
         module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)
-        start = {"rank": rank, "world_size": setup.world_size, "device": rank_device()}
-        module.__dict__.update(start, __builtins__=builtins)
+        module.__dict__.update(rank=rank, world_size=world_size, device=rank_device())
         sys.modules["__main__"] = module
         self.names, self.send = module.__dict__, send
-        self.timeout_s, self.compiles = setup.timeout_s, False
+        self.timeout_s, self.compiles = timeout_s, False
         self.compile = codeop.Compile()  # remembers `from __future__ import ...`
         self.source: list[str] = []
-        self.running = False
         self.point_to_point = _count_point_to_point()
-        signal.signal(INTERRUPT, self._interrupt)
-
-    def _interrupt(self, *_: object) -> None:
-        if self.running:
-            raise KeyboardInterrupt
+        signal.signal(INTERRUPT, signal.SIG_IGN)
 
     def answer(self, number: int, kind: str, *content: str) -> Answer:
         """Run a cell or look up a variable; return an Answer with the value, or with the exception that ended it."""
         value = failure = None
         try:
-            self.running = True
+            signal.signal(INTERRUPT, signal.default_int_handler)  # it raises KeyboardInterrupt
             value = self._run(*content) if kind == "cell" else self._look_up(*content)
-            self.running = False
+            signal.signal(INTERRUPT, signal.SIG_IGN)
         except BaseException as error:
-            self.running = False
+            signal.signal(INTERRUPT, signal.SIG_IGN)
             here = f"{os.getcwd()}{os.sep}"
             failure = Failure(*(without_addresses(said.replace(here, "")) for said in describe_error(error, _is_shown)))
         flush()
@@ -100,23 +90,23 @@ class Cells:
         """Run a cell; return the value of its last line as text, the way a notebook shows it."""
         self._limit_waiting(text)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-        offset, known = self._keep_source(text), self._classes()
-        statements, last = ast.parse(text, file).body, None
-        if statements and isinstance(statements[-1], ast.Expr):
-            last = statements.pop()
+        value, known, offset = None, self._classes(), self._keep_source(text)
         try:
-            for statement in statements:
+            for statement in ast.parse(text, file).body:
+                value = None
                 self.send("note", statement.lineno)  # in advance, since a process that dies can't say it anymore
-                exec(self.compile(ast.Module([statement], []), file, "exec"), self.names)  # type: ignore[arg-type]
-            if last is None:
-                return None
-            self.send("note", last.lineno)
-            value = eval(self.compile(ast.Expression(last.value), file, "eval"), self.names)  # type: ignore[arg-type]
-            return None if value is None or text.rstrip().endswith(";") else show_value(value)
+                if isinstance(statement, ast.Expr):
+                    value = eval(self.compile(ast.Expression(statement.value), file, "eval"), self.names)
+                else:
+                    exec(self.compile(ast.Module([statement], []), file, "exec"), self.names)
         finally:
             for defined in self._classes() - known:
                 if "__firstlineno__" in vars(defined):
                     defined.__firstlineno__ += offset
+        if value is None or text.rstrip().endswith(";"):
+            return None
+        wrapped = type(value) in (dict, list, tuple, set)
+        return pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False) if wrapped else repr(value)
 
     def _limit_waiting(self, text: str) -> None:
         """Raise the timeout from the first cell that compiles, and for NCCL's first collective: ranks may differ."""
@@ -144,32 +134,22 @@ class Cells:
         """Return how many collectives each of this rank's groups has run so far, without point-to-point messages."""
         return {
             (group.group_name, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
-            - self.point_to_point.get(group.group_name, 0)
+            - self.point_to_point[group.group_name]
             for group in dist.distributed_c10d._world.pg_map
         }
 
 
-def _count_point_to_point() -> dict[str, int]:
+def _count_point_to_point() -> Counter[str]:
     """Start counting point-to-point messages, which groups number along with their collectives; return the counts."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    for name in ("send", "recv", "recv_anysource"):
 
-    def counted(method: Any) -> Any:
-        def call(group: dist.ProcessGroup, *args: Any, **settings: Any) -> Any:
-            counts[group.group_name] = counts.get(group.group_name, 0) + 1
+        def counted(group: Any, *args: Any, method: Any = getattr(dist.ProcessGroup, name), **settings: Any) -> Any:
+            counts[group.group_name] += 1
             return method(group, *args, **settings)
 
-        return call
-
-    for name in ("send", "recv", "recv_anysource"):
-        setattr(dist.ProcessGroup, name, counted(getattr(dist.ProcessGroup, name)))
+        setattr(dist.ProcessGroup, name, counted)
     return counts
-
-
-def show_value(value: object) -> str:
-    """Return a value as the text that a cell shows: containers are wrapped, and memory addresses are left out."""
-    if type(value) in (dict, list, tuple, set):
-        return without_addresses(pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False))
-    return without_addresses(repr(value))
 
 
 def portable(value: Any) -> Any:
@@ -189,6 +169,11 @@ def portable(value: Any) -> Any:
     except Exception:
         return without_addresses(repr(value))
     return value
+
+
+def without_addresses(text: str) -> str:
+    """Return a text without memory addresses, which differ from run to run."""
+    return ADDRESS.sub("", text)
 
 
 def _is_shown(file: str) -> bool:

@@ -1,14 +1,14 @@
 """How a rank reports a failure, and the errors raised from such a report. A notebook shows only their messages."""
 
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "launch.py"))
+RUNS_CODE = re.compile(r"/fsdp_helpers/ranks/(rank|launch|cells)\.py$")  # these files call what a rank is to run
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,9 @@ def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
         raise
 
 
-def is_the_workers(file: str) -> bool:
-    """Return True if this file belongs to a worker's code, not to the code that runs workers."""
-    return file not in OWN_FILES
-
-
-def describe_error(error: BaseException, is_shown: Callable[[str], bool] = is_the_workers) -> tuple[str, str]:
+def describe_error(
+    error: BaseException, is_shown: Callable[[str], bool] = lambda file: not RUNS_CODE.search(file)
+) -> tuple[str, str]:
     """Return the last line of a traceback, and the traceback, limited to files for which `is_shown` is true."""
     trace = traceback.TracebackException.from_exception(error)
     parts = [trace]
@@ -86,3 +83,7 @@ def describe_error(error: BaseException, is_shown: Callable[[str], bool] = is_th
         parts += filter(None, [part.__cause__, part.__context__])
         part.stack[:] = [frame for frame in part.stack if is_shown(frame.filename)]
     return traceback.format_exception_only(error)[-1].strip(), "".join(trace.format()).rstrip()
+
+
+def list_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

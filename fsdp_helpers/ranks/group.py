@@ -1,4 +1,4 @@
-"""Inside one rank: join the group, choose a device and a share of the cores, and leave the group again.
+"""Inside one rank: join the group, choose a device and a share of the cores, name missing ranks, and leave the group.
 
 A worker can't tell whether `launch` or torchrun started it.
 """
@@ -6,10 +6,13 @@ A worker can't tell whether `launch` or torchrun started it.
 import ctypes
 import math
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -17,12 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_helpers.gpus import are_hidden
+from fsdp_helpers.gpus import are_hidden, compute_repeatably
+from fsdp_helpers.ranks.errors import list_ranks
 
 WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
 LONGEST_WAIT_S = 1800.0  # for the other ranks, if no timeout is given; it's torch's own default
 ROLL_CALL_S = 5.0  # at most; a quarter of the timeout if that's shorter
-JOIN_S = 300.0  # for all ranks to load PyTorch and join; a shorter timeout is meant for the steps only
+JOIN_S = 300.0  # at least, for all ranks to load PyTorch and join; a shorter timeout is meant for the steps only
+POLL_S = 0.1
+# Words in gloo's and NCCL's messages about such errors, which don't have a type of their own.
+WAITED_IN_VAIN = ("gloo", "timed out", "connection closed", "collective operation timeout", "ncclremoteerror")
 
 set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name in older versions of torch
 
@@ -68,16 +75,14 @@ def process_group(
     """Join the group of all ranks for the duration of the block: gloo between CPUs; nccl, with one device per rank, on CUDA.
 
     The default `init_method` reads the rendezvous from the variables that torchrun sets. A collective gives up a little
-    before `timeout_s` (half an hour if it's None); the remaining time is for `silent_ranks_named`. Joining doesn't give
-    up before JOIN_S, because one rank may take much longer than the others to load PyTorch. Ranks that `launch` started
-    (`launched`) are all on one host, so they don't exchange host names. They also exit right after the block, so gloo's
-    connections are left to close with the process; closing them one by one would cost 10 ms each.
+    before `timeout_s` (half an hour if it's None); the remaining time is for `silent_ranks_named`. `launched` ranks exit
+    right after the block, so gloo's connections close with the process; closing them one by one would cost 10 ms each.
     """
     global _device
     if device == "cuda":
         compute_repeatably()
         if timeout_s is not None:
-            wait_in_the_open()
+            os.environ.setdefault(WAIT_IN_THE_OPEN, "1")
         _device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(_device)
         group = {"backend": "cpu:gloo,cuda:nccl", "device_id": _device}
@@ -86,45 +91,25 @@ def process_group(
         _device = torch.device("cpu")
         group = {"backend": "gloo"}
     timeout_s, failed = timeout_s or LONGEST_WAIT_S, True
-    defaults = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
     try:
         group["timeout"] = timedelta(seconds=max(JOIN_S, timeout_s - roll_call_s(timeout_s)))
         dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **group)
-        if launched:
-            dist.all_reduce(torch.zeros(1))  # else a rank that leaves at once cuts off one that's still connecting
-            torch.set_num_threads(max(1, num_cores() // world_size))
-        else:
-            share_cores()
+        share_cores()  # together, so that no rank leaves while another one is still connecting to it
         limit_waiting(timeout_s - roll_call_s(timeout_s))
         yield
         failed = False
     finally:
         _device = None
-        c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = defaults
         if dist.is_initialized() and not (launched and (failed or device == "cpu")):
             dist.destroy_process_group()
-
-
-def compute_repeatably() -> None:
-    """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is requested.
-
-    The series compares runs bitwise (06) or to 1e-5. By default, cuDNN may choose a different algorithm in the next
-    run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's 23
-    mantissa bits. All of that is faster, so keep the defaults for runs you don't need to compare. Call this before the
-    first use of the GPU.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # NVIDIA's documentation: repeatable with several streams
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False  # torch's default
 
 
 def keep_freed_memory() -> None:
     """Ask glibc to keep freed memory instead of handing it back to the system after every step.
 
-    Each step allocates the same large buffers again; fresh ones would have to be cleared page by page. The price is
-    that a process's resident memory stays at its peak. The other half of the settings takes effect only when a process
-    starts (`MALLOC_TUNABLES`): `launch` applies it, but torchrun doesn't.
+    Each step allocates the same large buffers again, and fresh ones would have to be cleared page by page. The price is
+    that a process's memory stays at its peak. Half of the settings take effect only when a process starts
+    (`MALLOC_TUNABLES`), so not under torchrun.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_mxfast, m_trim_threshold, m_mmap_max = 1, -1, -4  # from malloc.h
@@ -133,18 +118,13 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_trim_threshold, -1)
 
 
-def wait_in_the_open() -> None:
-    """Make NCCL raise an error in a rank whose wait times out.
-
-    By default, NCCL's `wait()` returns at once, and a watchdog thread later aborts the process (SIGABRT), although it's
-    a healthy one, and doesn't name the missing rank. With this setting, `wait()` waits and raises, so the roll call can
-    run, and there's no watchdog. The price is that communication no longer overlaps with computation. DDP, which never
-    calls `wait()`, would hang, hence `wait_for_buckets`.
-    """
-    os.environ.setdefault(WAIT_IN_THE_OPEN, "1")
-
-
 def waits_in_the_open() -> bool:
+    """Return True if NCCL raises an error in a rank whose wait times out.
+
+    By default, NCCL's `wait()` returns at once, and a watchdog later aborts a healthy process (SIGABRT) without naming
+    the missing rank. With this setting, `wait()` waits and raises, so the roll call can run, but communication no longer
+    overlaps with computation. DDP, which never calls `wait()`, would hang, hence `wait_for_buckets`.
+    """
     return os.environ.get(WAIT_IN_THE_OPEN, "0") not in ("", "0")
 
 
@@ -163,19 +143,13 @@ def share_cores() -> None:
     By default every rank starts one thread per core, and ranks on a laptop compete for them. Two torchruns on one host
     don't know of each other, so we count host names instead of trusting LOCAL_WORLD_SIZE.
     """
-    hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    torch.set_num_threads(max(1, num_cores() // hosts.count(socket.gethostname())))
+    num_ranks_here = gather_over_ranks(socket.gethostname()).count(socket.gethostname())
+    torch.set_num_threads(max(1, num_cores() // num_ranks_here))
 
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the number of cores."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -193,3 +167,60 @@ def gather_over_ranks(value: object) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+# ---------------------------------------------------------------- the roll call
+#
+# A collective that times out says so on every waiting rank, but doesn't name the missing one. So the waiting ranks call
+# the roll in the store where the group met. Each rank signs; one that hasn't signed in time is stopped, stuck or gone.
+
+
+class SilentRanks(TimeoutError):
+    """Some ranks neither joined a collective nor answered; the message has their numbers."""
+
+
+def waited_in_vain(message: str) -> bool:
+    """Return True if an error with this message came from a collective that some rank didn't join."""
+    return any(words in message.lower() for words in WAITED_IN_VAIN)
+
+
+@contextmanager
+def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
+    """Within the block, a collective that times out raises SilentRanks, which names the ranks that didn't join."""
+    timeout_s, began_s = timeout_s or LONGEST_WAIT_S, time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if not waited_in_vain(str(error)):
+            raise
+        if "GROUP_RANK" in os.environ:  # torchrun ends its ranks if it has lost its rendezvous; they say why first
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
+        if not silent:
+            raise
+        said = "stopped answering: gone or cut off; check the last output and the machine"
+        if time.monotonic() - began_s >= timeout_s:  # else the connection broke before anyone could wait that long
+            said = (
+                f"didn't answer within {timeout_s:g} s: stopped, stuck, gone or cut off; check the last output and the "
+                "machine. If a step can take longer, set a larger --timeout"
+            )
+        raise SilentRanks(f"{list_ranks(silent)} {said}") from error
+
+
+def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
+    """Return the ranks that didn't sign within `wait_s` seconds; [0] if rank 0's store doesn't answer."""
+    signed: set[int] = set()
+
+    def collect() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        with suppress(RuntimeError):  # the store may end with the rank that holds it
+            store.set(f"roll-call/{rank}", "here")
+            while len(signed) < world_size and time.monotonic() < until_s:
+                signed.update(other for other in range(world_size) if store.check([f"roll-call/{other}"]))
+                time.sleep(POLL_S)
+
+    until_s = time.monotonic() + wait_s
+    caller = threading.Thread(target=collect, daemon=True)  # because a store in a stopped process never answers
+    caller.start()
+    caller.join(wait_s + 2 * POLL_S)
+    return sorted(set(range(world_size)) - signed) if signed else [0]

@@ -1,28 +1,32 @@
 """Start one process per rank, show progress, return the results, and leave nothing behind.
 
-Workers are importable functions `worker(rank, world_size, *args)`. Their processes are forked from a server that has
-already loaded torch, so launches after the first take a fraction of a second.
+A worker is sent to its processes by name, and its arguments pickled; an error names the value that can't be pickled.
 """
 
+import inspect
+import io
+import os
+import pickle
+import pkgutil
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits
-from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
-from fsdp_helpers.ranks import server
+from fsdp_helpers.progress import ProgressBar, count_ranks, print_above_bar, send_reports_to
 from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout, shown_by_message
-from fsdp_helpers.ranks.group import check_seconds, check_world_size, process_group
-from fsdp_helpers.ranks.hangs import HangDetector
-from fsdp_helpers.ranks.output import LaunchOutput
-from fsdp_helpers.ranks.pickling import check_worker, dumps_named, pickle_job, read_job
+from fsdp_helpers.ranks.group import check_seconds, check_world_size, process_group, silent_ranks_named
 from fsdp_helpers.ranks.processes import Processes
-from fsdp_helpers.ranks.rank import Send, Setup
-from fsdp_helpers.ranks.roll_call import silent_ranks_named
+from fsdp_helpers.ranks.rank import Send
+from fsdp_helpers.ranks.server import check_not_a_rank
 
 __all__ = ["RankError", "RankTimeout", "launch"]
+
+A_MODULE = "a module (a .py file, or a cell that begins with '%%writefile my_worker.py')"
 
 
 def launch(
@@ -39,13 +43,13 @@ def launch(
 ) -> list:
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
-    Each worker runs in a process group: gloo on the CPU, nccl with one device per rank on CUDA. The ranks meet through
-    a file in a private folder, so they don't take up a port that another program might need. A worker's output is
-    printed here line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A
-    rank that waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None),
-    and its error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
+    `worker` is an importable function. It runs in a process group (gloo on the CPU, nccl with one device per rank on
+    CUDA) whose ranks meet through a file in a private folder, so they take up no port. What it prints is shown here
+    line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank that
+    waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None), and its
+    error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
     communication no longer overlaps with computation. `progress` may be a bar that's already on screen. `start_method`
-    is "forkserver" or "spawn", which loads torch again in every rank.
+    is "forkserver" (also if it's None), whose server loads torch once, or "spawn", where every rank loads it.
 
     Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are
     zero ranks or more ranks than CUDA devices. Raises RankError when a rank fails; RankTimeout after `timeout_s`
@@ -53,29 +57,27 @@ def launch(
     Interrupted, which is a KeyboardInterrupt, after ^C or the stop button; and RuntimeError in a script without a main
     guard. No process outlives the call, not even one that a worker started.
     """
-    server.check_not_a_rank()
+    check_not_a_rank()
     follow_edits()
     with shown_by_message(ValueError):
         check_worker(worker)
         check_world_size(world_size)
         check_seconds(timeout_s=timeout_s, stall_s=stall_s, timeout=group_timeout_s)
         device = choose_device(device, world_size)
-        start_method = server.choose_start_method(start_method)
-        job = pickle_job(worker, args)
-    bar = ProgressBar() if progress is True else progress or None
-    ranks, began_s = None, time.monotonic()
+        if start_method not in (None, "forkserver", "spawn"):
+            raise ValueError(f"unknown start method {start_method!r}; choose one of forkserver, spawn")
+        body = partial(run_worker, pickle_job(worker, args), group_timeout_s)
+    bar = ProgressBar() if isinstance(progress, bool) else progress
+    settings = {"on_note": bar.update if progress else None, "start_method": start_method or "forkserver"}
     output = LaunchOutput(name_ranks and world_size > 1)
-    settings = {"payload": job, "timeout_s": group_timeout_s, "streams": 2, "start_method": start_method}
-    settings["on_note"] = bar.update if bar else None
+    ranks, began_s = None, time.monotonic()
     try:
-        if bar:
-            title = f"{worker.__name__}, {count_ranks(world_size)} on {device}"
-            bar.start(title, server.why_it_takes_long(start_method))
-        with Processes(run_worker, world_size, device, output.add, **settings) as ranks:
+        if progress:
+            bar.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")
+        with Processes(body, world_size, device, output.add, streams=2, **settings) as ranks:
             ranks.answers_of_all(began_s, timeout_s)  # they have joined the group
-            if bar:
-                bar.running()
-            ranks.hang = HangDetector(stall_s)
+            bar.running()
+            ranks.stall_s = stall_s
             ranks.tell(range(world_size))
             return ranks.answers_of_all(began_s, timeout_s)
     except KeyboardInterrupt:
@@ -83,21 +85,123 @@ def launch(
         where = f" at step {report.done} of {report.total}" if report else ""
         raise Interrupted(f"interrupted{where}; all ranks are stopped") from None
     finally:
-        if bar:
-            bar.close()
+        bar.close()
         output.finish()
 
 
-def run_worker(rank: int, setup: Setup, send: Send, link: Connection) -> Answer:
+def run_worker(
+    job: bytes, timeout_s: float | None, rank: int, world_size: int, group: dict, send: Send, link: Connection
+) -> Answer:
     """Act as one rank of a launch: join the group, and return the worker's result once it has run."""
     send_reports_to(lambda report: send("note", report))
-    worker, args = read_job(setup.payload)
-    with (
-        process_group(rank, setup.world_size, **setup.group, timeout_s=setup.timeout_s),
-        silent_ranks_named(setup.timeout_s),
-    ):
+    worker, args = read_job(job)
+    with process_group(rank, world_size, **group, timeout_s=timeout_s), silent_ranks_named(timeout_s):
         send("answer", Answer(0))
         link.recv_bytes()  # all have joined
-        result = worker(rank, setup.world_size, *args)
+        result = worker(rank, world_size, *args)
     dumps_named(result, f"the result of {worker.__name__!r}")  # so that an error names it
     return Answer(1, result)
+
+
+class LaunchOutput:
+    """Prints the output of a launch's ranks, each line once it's complete, and which rank it's from if `names`."""
+
+    def __init__(self, names: bool) -> None:
+        self._names = names
+        self._unfinished: dict[tuple[int, int], bytes] = {}  # the beginning of a line, by rank and stream
+
+    def add(self, rank: int, stream: int, data: bytes) -> None:
+        """Receive output that a rank has printed, to stream 0 (standard output) or 1 (standard error)."""
+        *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
+        if rest:
+            self._unfinished[rank, stream] = rest
+        for line in lines:
+            self._print(rank, stream, line)
+
+    def _print(self, rank: int, stream: int, line: bytes) -> None:
+        name, text = f"[rank {rank}] " if self._names else "", line.decode("utf-8", "replace")
+        print_above_bar(name + text if text else name.rstrip(), (sys.stdout, sys.stderr)[stream])
+
+    def finish(self) -> None:
+        """Print the unfinished lines."""
+        for (rank, stream), line in self._unfinished.items():
+            self._print(rank, stream, line)
+
+
+# ---------------------------------------------------------------- sending the worker and its arguments
+
+
+def check_worker(worker: Callable) -> None:
+    """Raise ValueError for a worker that another process can't import."""
+    if not inspect.isfunction(worker):
+        raise ValueError(f"a worker must be a function, but this is {type(worker).__name__!r}: {worker!r}")
+    if "<" in worker.__qualname__:
+        raise ValueError(
+            f"{worker.__qualname__!r} is a lambda or is defined inside another function, so a new process can't import "
+            f"it by name. Define it with 'def' at the top level of {A_MODULE}"
+        )
+    _check_not_in_a_cell(worker)
+
+
+def _check_not_in_a_cell(value: Any) -> None:
+    """Raise ValueError for a function or class that's defined in a cell, or typed in at a prompt."""
+    if value.__module__ == "__main__" and not _can_import_main():
+        raise ValueError(
+            f"{value.__qualname__!r} is defined in a notebook cell or an interactive session. A new process starts empty "
+            f"and imports it by name, and it can't import a cell. Put it into {A_MODULE}, and import it from there"
+        )
+
+
+def pickle_job(worker: Callable, args: tuple) -> bytes:
+    """Return the worker's name and its arguments as bytes. Raises ValueError for an argument that can't be sent.
+
+    The worker is sent by name because its module may have been edited since; a rank runs the file's current code.
+    """
+    names = [repr(name) for name in inspect.signature(worker).parameters][2:]
+    names += [f"number {position + 1}" for position in range(len(names), len(args))]
+    pickled = [
+        dumps_named(value, f"argument {name} of {worker.__name__!r}") for name, value in zip(names, args, strict=False)
+    ]
+    return pickle.dumps((f"{worker.__module__}:{worker.__qualname__}", pickled))
+
+
+def read_job(job: bytes) -> tuple[Callable, tuple]:
+    """Import the worker of `pickle_job`; return it and its arguments."""
+    name, args = pickle.loads(job)
+    return pkgutil.resolve_name(name), tuple(map(pickle.loads, args))
+
+
+def dumps_named(value: Any, name: str) -> bytes:
+    """Return `value` pickled. Raises ValueError if it can't be sent; the message calls it `name` and says why."""
+    try:
+        return dumps(value)
+    except Exception as error:
+        raise ValueError(
+            f"{name} is of type {type(value).__module__}.{type(value).__qualname__} and can't be sent to another "
+            f"process: {error}. Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), "
+            "or whatever the rank needs to make it itself, such as the path of a file."
+        ) from None
+
+
+def dumps(value: Any) -> bytes:
+    """Return `value` pickled; also raise for a value that can be pickled here but not unpickled in another process."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that refuses functions and classes that are defined in a cell."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if inspect.isclass(value) or inspect.isfunction(value):
+            _check_not_in_a_cell(value)
+        return NotImplemented
+
+
+def _can_import_main() -> bool:
+    """Return True if a new process can import this program's main module: a script, or that of `python -m module`."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:
+        return not main.__spec__.name.endswith("__main__")
+    return os.path.exists(getattr(main, "__file__", None) or "")

@@ -7,40 +7,35 @@ import math
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe, wait
+from contextlib import AbstractContextManager, suppress
+from multiprocessing.connection import Pipe, wait
 from typing import Any
 
-import torch.multiprocessing
+import psutil
+from torch.multiprocessing import start_processes
 
-from fsdp_helpers.ranks import stacks
+from fsdp_helpers.ranks import server, stacks
 from fsdp_helpers.ranks.errors import Answer, Failure, RankError, RankTimeout
-from fsdp_helpers.ranks.hangs import LOOK_S, HangDetector
-from fsdp_helpers.ranks.orphans import FOLDER
-from fsdp_helpers.ranks.rank import Setup, run_rank
-from fsdp_helpers.ranks.roll_call import waited_in_vain
-from fsdp_helpers.ranks.server import (
-    NO_MAIN_GUARD,
-    end_orphans,
-    interrupts_wait,
-    main_guard_advice,
-    ready_to_start,
-)
+from fsdp_helpers.ranks.group import waited_in_vain
+from fsdp_helpers.ranks.rank import run_rank
 
 GRACE_S = 0.5  # after a failure, to wait for the one that caused it, and for the other ranks' last output
 TERM_S = 3.0  # after SIGTERM: a rank has this long before SIGKILL
 READ_BYTES = 2**20  # more than a pipe holds
+LOOK_S = 0.5  # between two checks that the ranks move; a check takes milliseconds
+WAITING_SHARE = 0.03  # of a core; a rank that uses less is only waiting
 
 
-class Processes:
+class Processes(AbstractContextManager):
     """One process per rank, each with a link for messages and with pipes for its output.
 
-    `body(rank, setup, send, link)` runs in each of them. Its output is passed to on_output(rank, stream, data), its
-    notes to on_note(note, rank), and its answers to the last message are collected. With two `streams`, standard output
-    and standard error are kept apart; with one, they stay in order. A `with` block ends the processes when it ends.
+    Each runs `body`; see `run_rank`. Its output is passed to on_output(rank, stream, data), its notes to on_note(note,
+    rank), and its answers to the last message are collected. With two `streams`, standard output and standard error are
+    kept apart; with one, they stay in order. A `with` block ends the processes when it ends.
     """
 
     def __init__(
@@ -51,8 +46,6 @@ class Processes:
         on_output: Callable[[int, int, bytes], None],
         *,
         on_note: Callable[[Any, int], None] | None = None,
-        payload: Any = None,
-        timeout_s: float | None = None,
         streams: int = 1,
         start_method: str = "forkserver",
     ) -> None:
@@ -61,19 +54,19 @@ class Processes:
         self.answers: dict[int, Answer] = {}
         self.notes: dict[int, Any] = {}  # each rank's last note
         self.ends: dict[int, int | None] = {}  # ranks that have ended, and their exit codes
-        self.hang = HangDetector(None)
+        self.stall_s: float | None = None  # ranks that neither send anything nor compute for this long have hung
+        self._moved()
         self._processes: list = []
-        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER.format(os.getpid()), ignore_cleanup_errors=True)
-        self._setup = Setup(body, world_size, device, self.folder, dict(os.environ), payload, timeout_s)
+        prefix = server.FOLDER.format(os.getpid())
+        self.folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)  # where the group meets
         pipes = [[Pipe(), *(Pipe(duplex=False) for _ in range(streams))] for _ in range(world_size)]
         ours, theirs = ([[pipe[side] for pipe in own] for own in pipes] for side in (0, 1))
         self._links = [link for link, *_ in ours]
         self._outputs = {end: (rank, i) for rank, (_, *ends) in enumerate(ours) for i, end in enumerate(ends)}
-        self._ours = sum(ours, [])
         try:
-            with interrupts_wait(), ready_to_start(start_method):
-                start = torch.multiprocessing.start_processes
-                started = start(run_rank, (self._setup, theirs), world_size, join=False, start_method=start_method)
+            with server.interrupts_wait(), server.ready_to_start(start_method):
+                arguments = body, world_size, device, self.folder.name, dict(os.environ), theirs
+                started = start_processes(run_rank, arguments, world_size, join=False, start_method=start_method)
                 self._processes = started.processes
         except BaseException:
             self.end()
@@ -82,16 +75,8 @@ class Processes:
             for end in sum(theirs, []):
                 end.close()  # the ranks have them now
 
-    def __enter__(self) -> "Processes":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.end(grace_s=TERM_S)
-
-    @property
-    def folder(self) -> str:
-        """The private folder in which the group meets."""
-        return self._folder.name
 
     @property
     def pids(self) -> list[int]:
@@ -102,6 +87,7 @@ class Processes:
     def tell(self, ranks: Iterable[int], *message: str) -> None:
         """Send a message to these ranks, each of which will answer."""
         self.number, self.answers, self.notes = self.number + 1, {}, {}
+        self._moved()
         for rank in ranks:
             with suppress(OSError):  # it has just ended, as `collect` will see
                 self._links[rank].send_bytes(pickle.dumps((self.number, *message)))
@@ -110,19 +96,18 @@ class Processes:
         """Return the ones among these ranks that have neither answered nor ended."""
         return [rank for rank in ranks if rank not in self.answers and rank not in self.ends]
 
-    def collect(self, ranks: Iterable[int], until_s: float = math.inf, failed: bool = False) -> None:
+    def collect(self, ranks: Iterable[int], until_s: float = math.inf, grace_s: float = GRACE_S) -> None:
         """Receive these ranks' answers until all have arrived, time is up, or the ranks hang.
 
-        Once a rank has failed or ended, wait only GRACE_S longer, unless the caller already knows that one has
-        `failed`.
+        Once a rank has failed or ended, wait only `grace_s` longer.
         """
         while waiting := self.missing(ranks):
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or (not failed and self.hang.lasts([self.pids[rank] for rank in waiting])):
+            if left_s <= 0 or self._have_hung(waiting):
                 return
             self._listen(waiting, min(left_s, LOOK_S))
-            if not failed and self.find_cause():
-                failed, until_s = True, time.monotonic() + GRACE_S
+            if self.find_cause():
+                until_s = min(until_s, time.monotonic() + grace_s)
 
     def answers_of_all(self, began_s: float, timeout_s: float | None) -> list:
         """Return the values that all ranks answer with, in rank order.
@@ -135,10 +120,8 @@ class Processes:
         if cause := self.find_cause():
             raise RankError(cause[0], self.world_size, cause[1].summary, cause[1].details)
         if missing := self.missing(everyone):
-            is_hang = time.monotonic() < until_s
-            time_s = (
-                f"{self.hang.stall_s} s in which no rank computed or reported anything" if is_hang else f"{timeout_s} s"
-            )
+            hung = f"{self.stall_s} s in which no rank computed or reported anything"
+            time_s = hung if time.monotonic() < until_s else f"{timeout_s} s"
             done = f"{len(missing)} of {self.world_size} ranks had not finished ({self.world_size - len(missing)} had)"
             places = [f"rank {rank} {stacks.describe(stack)}" for rank, stack in self.stacks(missing).items()]
             raise RankTimeout(f"after {time_s}, {done}", places)
@@ -150,8 +133,8 @@ class Processes:
         A rank that has ended comes before one that reported a failure, and those that only waited for others come last.
         If several ranks sent the same message, it's the first of them.
         """
-        for rank in sorted(self.ends.keys() - self.answers.keys()):
-            return rank, Failure(self.describe_end(rank))
+        if ended := self.ends.keys() - self.answers.keys():
+            return min(ended), Failure(self.describe_end(min(ended)))
         failures = {rank: answer.failure for rank, answer in sorted(self.answers.items()) if answer.failure}
         if not failures:
             return None
@@ -160,25 +143,23 @@ class Processes:
 
     def _listen(self, ranks: Iterable[int], wait_s: float) -> None:
         """Wait for messages, output, or the end of one of these ranks; pass on whatever has arrived."""
-        links = {self._links[rank]: rank for rank in ranks}
-        sentinels = {self._processes[rank].sentinel: rank for rank in ranks}
-        ready = set(wait([*links, *sentinels, *self._outputs], wait_s))
-        for link, rank in links.items():
-            if link in ready:
-                self._receive(rank, link)
-        for sentinel, rank in sentinels.items():
-            # If it left a message behind, it counts as ended once that has been read.
-            if sentinel in ready and rank not in self.ends and not self._links[rank].poll():
+        links, ends = [self._links[rank] for rank in ranks], [self._processes[rank].sentinel for rank in ranks]
+        wait([*links, *ends, *self._outputs], wait_s)
+        for rank in ranks:
+            has_ended = not self._processes[rank].is_alive()
+            if self._links[rank].poll():  # perhaps a message that it left behind
+                self._receive(rank)
+            elif has_ended:
                 self._note_end(rank)
         self._read_outputs()
 
-    def _receive(self, rank: int, link: Connection) -> None:
+    def _receive(self, rank: int) -> None:
         try:
-            message = link.recv_bytes()
+            message = self._links[rank].recv_bytes()
         except (EOFError, OSError):
             self._note_end(rank)
             return
-        self.hang.moved()
+        self._moved()
         try:
             kind, content = pickle.loads(message)
         except Exception as error:
@@ -196,10 +177,29 @@ class Processes:
         for output, (rank, stream) in list(self._outputs.items()):
             if output.poll():
                 if data := os.read(output.fileno(), READ_BYTES):
-                    self.hang.moved()
+                    self._moved()
                     self.on_output(rank, stream, data)
                 else:
                     del self._outputs[output]
+
+    def _moved(self) -> None:
+        """Restart the clock of `_have_hung`: a rank has sent something, or computed."""
+        self._since_s, self._spent_s = time.monotonic(), {}
+
+    def _have_hung(self, ranks: Iterable[int]) -> bool:
+        """Return True once none of these ranks, nor anything that they started, has moved for `stall_s` seconds.
+
+        The clock alone can't tell, because a correct program may take long on a busy machine. But it keeps using its
+        share of the cores, whereas ranks that wait in a collective use a hundredth of a core at most.
+        """
+        if self.stall_s is None or time.monotonic() - self._since_s < LOOK_S:
+            return False
+        for rank in ranks:
+            spent_s = cpu_seconds(self.pids[rank])
+            if spent_s - self._spent_s.setdefault(rank, spent_s) > WAITING_SHARE * self.stall_s:
+                self._moved()
+                return False
+        return time.monotonic() - self._since_s >= self.stall_s
 
     # ------------------------------------------------------------ how ranks end
 
@@ -207,14 +207,11 @@ class Processes:
         """Wait for a process to end, and record its exit code."""
         self._processes[rank].join(TERM_S)
         self.ends[rank] = self._processes[rank].exitcode
-        if self.ends[rank] == NO_MAIN_GUARD:
-            raise RuntimeError(main_guard_advice()) from None  # not from the end of its link, if that came first
-
-    def note_ends(self) -> None:
-        """Record the ranks that have ended since the last check."""
-        for rank, process in enumerate(self._processes):
-            if rank not in self.ends and not process.is_alive():
-                self._note_end(rank)
+        if self.ends[rank] == server.NO_MAIN_GUARD:
+            raise RuntimeError(
+                f"{os.path.basename(sys.argv[0])} has no main guard: every rank imports the script, and would launch ranks of "
+                'its own; put what starts them under `if __name__ == "__main__":`'
+            ) from None  # not from the end of its link, if that came first
 
     def describe_end(self, rank: int) -> str:
         """Describe the end of a process that didn't send a message."""
@@ -226,27 +223,19 @@ class Processes:
         return f"the process was ended by {name}{hint}"
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the Python stack of each of these ranks; "" for one that cannot answer."""
-        alive = {rank: self._processes[rank].pid for rank in ranks if self._processes[rank].is_alive()}
-        found = stacks.ask({pid: self._setup.stack_file(rank) for rank, pid in alive.items()})
-        return {rank: found.get(alive.get(rank), "") for rank in ranks}
-
-    def signal(self, rank: int, number: int) -> None:
-        if self._processes[rank].is_alive():
-            os.kill(self._processes[rank].pid, number)
+        """Return the Python stack of each of these ranks; "" for one that can't answer."""
+        alive = {rank: self.pids[rank] for rank in ranks if self._processes[rank].is_alive()}
+        return dict.fromkeys(ranks, "") | stacks.ask(self.folder.name, alive)
 
     def end(self, *, grace_s: float = 0.0) -> None:
         """End all processes and everything they've started, holding back interrupts. You can call this more than once.
 
-        Processes that have answered the last message exit by themselves; the others get a SIGTERM if there's a grace
-        period. Those still running after `grace_s` seconds are killed.
+        If there's a grace period, they get a SIGTERM first. Those still running after `grace_s` seconds are killed.
         """
-        with interrupts_wait():
+        with server.interrupts_wait():
             until_s = time.monotonic() + grace_s
-            for rank, process in enumerate(self._processes):
-                answer = self.answers.get(rank) if self.number else None
-                if grace_s and (answer is None or answer.failure):
-                    process.terminate()
+            for process in self._processes if grace_s else ():
+                process.terminate()
             for process in self._processes:
                 process.join(max(0.0, until_s - time.monotonic()))
                 process.kill()
@@ -254,12 +243,18 @@ class Processes:
                 process.join()
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what it has started, unless a server has adopted that
-            if self._processes:
-                end_orphans()
-                self._read_outputs()
-            for process in self._processes:
-                process.close()
-            for connection in self._ours:
-                connection.close()
+            server.end_orphans()
+            self._read_outputs()
             self._processes = []
-            self._folder.cleanup()
+            self.folder.cleanup()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and all of its living descendants, in seconds."""
+    seconds = 0.0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for member in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                seconds += sum(member.cpu_times()[:2])  # in user and in kernel mode
+    return seconds

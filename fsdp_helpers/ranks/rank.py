@@ -10,65 +10,55 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from fsdp_helpers.gpus import hide_gpus
 from fsdp_helpers.ranks import server
 from fsdp_helpers.ranks.errors import Answer, Failure, describe_error
-from fsdp_helpers.ranks.orphans import adopt_orphans, end_own_children
-from fsdp_helpers.ranks.stacks import written_on_request
+from fsdp_helpers.ranks.stacks import write_on_request
 
-STREAMS = ("stdout", "stderr")
 Send = Callable[[str, Any], None]  # send("answer", an Answer), or send("note", something to tell the parent meanwhile)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The settings that all ranks of a group start with."""
+def run_rank(
+    rank: int,
+    body: Callable,
+    world_size: int,
+    device: str,
+    folder: str,
+    environment: dict[str, str],
+    ends: Sequence[Sequence[Connection]],
+) -> None:
+    """Prepare this process, run `body(rank, world_size, group, send, link)`, and exit; `start_processes` calls this.
 
-    body: Callable  # what each rank runs, as body(rank, setup, send, link); it may return a last answer
-    world_size: int
-    device: str
-    folder: str  # private to the group, whose ranks meet there
-    environment: dict[str, str]  # the parent's at this moment; the server's may be out of date
-    payload: Any = None  # whatever else the body needs
-    timeout_s: float | None = None  # how long a rank waits for the others in a collective
-
-    def stack_file(self, rank: int) -> Path:
-        return Path(self.folder, f"stack-{rank}.txt")
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """This group's arguments for `process_group`."""
-        return {"device": self.device, "init_method": f"file://{self.folder}/meeting-point", "launched": True}
-
-
-def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> None:
-    """Prepare this process, run the group's body, and exit; `start_processes` calls this.
-
-    `ends` has each rank's end of its link for messages, and of one or two pipes for its output. If the body ends in any
-    way other than by returning, sys.exit() included, the parent is told at once. If it returns a last answer, that's
-    sent at the very end.
+    `group` has the arguments for `process_group`. `environment` is the parent's, since the server's may be out of date.
+    `ends` has each rank's end of its link for messages, and of one or two pipes for its output. If the body raises
+    anything, SystemExit included, the parent is told at once; if it returns an answer, that's sent at the very end.
     """
     link, *outputs = ends[rank]
     server.is_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     os.setsid()
-    adopt_orphans()
-    _end_with_parent(setup.folder)
-    write_into(outputs)
+    server.adopt_orphans()
+    _end_with_parent(folder)
+    # What Python prints goes to the parent's pipes, line by line, and so does the output of C libraries and programs.
+    for name, number, output in zip(("stdout", "stderr"), (1, 2), (outputs[0], outputs[-1]), strict=True):
+        os.dup2(output.fileno(), number)
+        setattr(sys, name, open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False))
     # An edited file can have the same size and the same second of change as its cached module. So look for caches in
     # an empty folder.
-    sys.pycache_prefix, sys.dont_write_bytecode = setup.folder, True
+    sys.pycache_prefix, sys.dont_write_bytecode = folder, True
     os.environ.clear()
-    os.environ.update(setup.environment)
-    if setup.device == "cpu":
+    os.environ.update(environment)
+    if device == "cpu":
         hide_gpus()  # before the worker's module is imported, which may look for GPUs
-    _set_rank_variables(rank, setup.world_size)
+    # The variables that torchrun sets, for libraries that read them; and traffic stays on this machine.
+    own, everyone = str(rank), str(world_size)
+    os.environ.update(RANK=own, LOCAL_RANK=own, WORLD_SIZE=everyone, LOCAL_WORLD_SIZE=everyone)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     multiprocessing.set_start_method("fork", force=True)  # so that a DataLoader's workers know what a cell defines
+    write_on_request(folder, rank)
 
     def send(kind: str, content: Any) -> None:
         try:
@@ -76,35 +66,21 @@ def run_rank(rank: int, setup: Setup, ends: Sequence[Sequence[Connection]]) -> N
         except OSError:  # the parent has ended: the thread that watches it removes the folder, and ends this process
             threading.Event().wait()
 
+    group = {"device": device, "init_method": f"file://{folder}/meeting-point", "launched": True}
     answer = None
     try:
-        with written_on_request(setup.stack_file(rank)):
-            answer = setup.body(rank, setup, send, link)
+        answer = body(rank, world_size, group, send, link)
     except BaseException as error:
         send("answer", Answer(None, failure=Failure(*describe_error(error))))
-    _tidy_up()
-    if answer is not None:
-        send("answer", answer)
-    os._exit(0)
-
-
-def _tidy_up() -> None:
-    """Do what Python does at exit, waiting for non-daemon threads included, but not the cleanup of its own objects.
-
-    gloo's threads outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
-    """
-    end_own_children()
+    # Do what Python does at exit, waiting for threads included, except for the cleanup of its own objects: gloo's threads
+    # outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
+    server.end_own_children()
     threading._shutdown()  # as multiprocessing ends a process; first it tells thread pools, torch.compile's too, to end
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()
-
-
-def write_into(outputs: Sequence[Connection]) -> None:
-    """Redirect output to the parent's pipes: Python's (line by line), C libraries', and that of subprocesses."""
-    for name, number, output in zip(STREAMS, (1, 2), (outputs[0], outputs[-1]), strict=True):
-        os.dup2(output.fileno(), number)
-        stream = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-        setattr(sys, name, stream)
+    if answer is not None:
+        send("answer", answer)
+    os._exit(0)
 
 
 def flush() -> None:
@@ -121,15 +97,7 @@ def _end_with_parent(folder: str) -> None:
     def watch() -> None:
         multiprocessing.connection.wait([parent])
         shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it too
-        end_own_children()
+        server.end_own_children()
         os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
-
-
-def _set_rank_variables(rank: int, world_size: int) -> None:
-    """Set the variables that torchrun sets, for libraries that read them; keep traffic on this machine."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

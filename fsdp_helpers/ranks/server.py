@@ -1,22 +1,27 @@
-"""The server that ranks are forked from. It has already loaded torch, so a rank starts in a fraction of a second.
+"""The server that ranks are forked from: how it's started, and how it ends everything that a rank leaves behind.
 
-It loads only third-party modules, so an edit to your module, or to this package, takes effect at the next launch.
+It has already loaded torch, so a rank starts in a fraction of a second. It loads none of your modules, so an edit takes
+effect at the next launch. When a process dies, its children live on under a new parent: on Linux, the nearest ancestor
+that has registered as a "subreaper". The server and each rank do so, and end the processes that they adopt.
 """
 
 import atexit
+import ctypes
+import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-from fsdp_helpers.ranks.orphans import SERVER_OF, end_children
-
-START_METHODS = ("forkserver", "spawn")
 NO_MAIN_GUARD = 113  # exit status of a rank that reached `launch` again while importing the script
 PRELOADED = [
     "torch",
@@ -30,31 +35,29 @@ PRELOADED = [
     "filelock",
     "psutil",
     "tqdm",
-    "fsdp_helpers.ranks.orphans",  # comes last, because it freezes everything loaded so far
+    "fsdp_helpers.ranks.server",  # comes last, because it freezes everything loaded so far
 ]
 # glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:
-# gloo's would otherwise get heaps of their own, of at most 64 MB each. There's no per-thread cache of small blocks
-# (tcache): an aligned allocation cuts a scrap off either end, and while a scrap is in such a cache, it isn't merged
-# with the gap that the freed buffer leaves, so the gap stays slightly too small for the same buffer.
+# gloo's would otherwise get heaps of their own, of at most 64 MB each. There's no per-thread cache of small blocks: a
+# scrap that's cut off an aligned buffer would stay there, and leave a gap slightly too small for the same buffer.
 MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
+PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
+SERVER_OF = "FSDP_HELPERS_SERVER_OF"  # holds the id of the server's parent; set only in the server's environment
+FOLDER = "fsdp_helpers-{}-"  # how the names of a process's private folders begin; its id goes in the braces
+LOOK_S = 0.5  # between two checks that the server's parent is alive
 
 start_lock = threading.RLock()  # held while ranks are started, so that a fresh one isn't taken for an orphan
 is_rank = False  # `run_rank` sets it
 
 
-def choose_start_method(start_method: str | None) -> str:
-    """Return `start_method`, by default "forkserver". Raises ValueError for anything else, except "spawn"."""
-    if start_method not in (None, *START_METHODS):
-        raise ValueError(f"unknown start method {start_method!r}; choose one of {', '.join(START_METHODS)}")
-    return start_method or START_METHODS[0]
+# ---------------------------------------------------------------- in the process that launches
 
 
 @contextmanager
 def ready_to_start(start_method: str) -> Iterator[None]:
     """Within the block, ranks can be started: the server is running, and the environment has what they need.
 
-    The server and the ranks block interrupts for good. Jupyter interrupts a kernel's whole process group, which would
-    kill the server, or a spawned rank, while it's still loading torch.
+    The server and the ranks block interrupts for good, because Jupyter interrupts a kernel's whole process group.
     """
     variables = {"GLIBC_TUNABLES": ":".join(filter(None, [MALLOC_TUNABLES, os.environ.get("GLIBC_TUNABLES")]))}
     if start_method == "forkserver":
@@ -79,37 +82,23 @@ def ready_to_start(start_method: str) -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
 
 
-def why_it_takes_long(start_method: str) -> str:
-    """Return the reason why starting ranks will take long; "" if PyTorch is already loaded."""
-    if start_method == "spawn":
-        return "every rank loads PyTorch"
-    return "" if forkserver._forkserver._forkserver_pid else "loading PyTorch once; later launches take a second"
-
-
-def end_orphans() -> None:
-    """End all processes that ranks have left behind: the server's children, except those that this process started."""
-    with start_lock:
-        if (server := forkserver._forkserver._forkserver_pid) is not None:
-            end_children(server, spare={child.pid for child in multiprocessing.active_children()})
-
-
 def _tidy_up_on_sigterm() -> None:
     """Make SIGTERM remove this process's temporary folders before it ends; the server's socket is in one of them.
 
-    That's how Jupyter ends every kernel that has launched ranks. A kernel that's asked to shut down first waits for all
-    of its children, and one of them, multiprocessing's resource tracker, waits for the kernel.
+    That's how Jupyter ends every kernel that has launched ranks: asked to shut down, a kernel first waits for its
+    children, and one of them, multiprocessing's resource tracker, waits for the kernel.
     """
+
+    def tidy_up_and_end(number: int, frame: object) -> None:
+        for rank in multiprocessing.active_children():
+            rank.kill()  # else multiprocessing waits for it
+        atexit._run_exitfuncs()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _tidy_up_and_end)
-
-
-def _tidy_up_and_end(number: int, frame: object) -> None:
-    for rank in multiprocessing.active_children():
-        rank.kill()  # else multiprocessing waits for it
-    atexit._run_exitfuncs()
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
+        signal.signal(signal.SIGTERM, tidy_up_and_end)
 
 
 @contextmanager
@@ -128,12 +117,15 @@ def interrupts_wait() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def check_not_a_rank() -> None:
-    """Exit or raise if this process is a rank, because ranks must not launch ranks.
+def end_orphans() -> None:
+    """End all processes that ranks have left behind: the server's children, except those that this process started."""
+    with start_lock:
+        if (server := forkserver._forkserver._forkserver_pid) is not None:
+            end_children(server, spare={child.pid for child in multiprocessing.active_children()})
 
-    A rank imports its worker's module, and also the program's script, which calls `launch` again if it has no main
-    guard.
-    """
+
+def check_not_a_rank() -> None:
+    """Exit or raise if this process is a rank that imports the program's script, or its worker's module, and launches."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing itself checks this, too
         os._exit(NO_MAIN_GUARD)  # the parent is told by this exit status
     if is_rank:
@@ -143,9 +135,68 @@ def check_not_a_rank() -> None:
         )
 
 
-def main_guard_advice() -> str:
-    script = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "the script")
-    return (
-        f"{script} has no main guard: every rank imports the script, and would launch ranks of its own; "
-        'put what starts them under `if __name__ == "__main__":`'
-    )
+# ---------------------------------------------------------------- in ranks and in the server
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all orphans below it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_own_children() -> None:
+    """End everything this process has started or adopted, since it's about to end itself."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    end_children(os.getpid())
+
+
+def end_children(pid: int, spare: Iterable[int] = ()) -> None:
+    """End the children of a process, and their children once they're orphaned, until none are left."""
+    while left := _children(pid) - set(spare):
+        for child in left:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with suppress(ChildProcessError):  # it's not a child of this process
+                os.waitpid(child, 0)
+        time.sleep(0.002)
+
+
+def _children(pid: int) -> set[int]:
+    """Return the children of a process, including those it has adopted; none where there's no /proc."""
+    found = ""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended in the meantime
+            found += path.read_text()
+    return set(map(int, found.split()))
+
+
+def _serve(parent: int) -> None:
+    """In the server: adopt orphans, and end everything below it when its parent ends, even if that's killed."""
+    os.setsid()  # Jupyter kills a kernel together with its process group
+    adopt_orphans()
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an orphan's
+
+    def end_all() -> None:
+        end_own_children()
+        # A rank removes its folder when it sees its parent end, but not if the parent was killed while ending its ranks.
+        for folder in Path(tempfile.gettempdir()).glob(FOLDER.format(parent) + "*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_S)
+        end_all()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+    # The server's main thread leaves as soon as its parent and all ranks have ended, perhaps before `watch` has.
+    atexit.register(end_all)
+    # Python's garbage collector writes to every object it visits, and each page that's written to is copied, which
+    # takes half a second for two ranks. So the collector skips everything the server has loaded.
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # otherwise libraries complain about objects that still exist at exit
+
+
+if os.environ.pop(SERVER_OF, None) == str(os.getppid()):
+    _serve(os.getppid())

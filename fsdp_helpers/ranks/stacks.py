@@ -1,42 +1,38 @@
-"""Finding out where ranks are: each writes its Python stack to a file when it gets a signal, whatever it's doing."""
+"""Where ranks are: each writes its Python stack to a file when it gets a signal, whatever it's doing."""
 
 import faulthandler
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
+from fsdp_helpers.ranks.errors import RUNS_CODE
+
+FILE = "stack-{}.txt"  # the rank goes in the braces
 ANSWER_S = 5.0  # at most, for all ranks to write; a stopped one never does
 POLL_S = 0.02
 LIBRARY = re.compile(r"^<frozen|/(python3[^/]*|(site|dist)-packages|torch)/")  # wherever they are installed
 PACKAGE = re.compile(r"/fsdp_helpers/")
-BODY = re.compile(r"/fsdp_helpers/ranks/(rank|launch|cells)\.py$")  # these files call the code that a rank runs
 
 
-@contextmanager
-def written_on_request(file: Path) -> Iterator[None]:
-    """Within the block, this process writes the stack of its main thread to `file` when it's asked to."""
-    with open(file, "a") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-        try:
-            yield
-        finally:
-            faulthandler.unregister(signal.SIGUSR1)
+def write_on_request(folder: str, rank: int) -> None:
+    """From now on, write the stack of this process's main thread to a file in `folder` when `ask` asks for it."""
+    faulthandler.register(signal.SIGUSR1, file=open(f"{folder}/{FILE.format(rank)}", "a"), all_threads=False)
 
 
-def ask(files: Mapping[int, Path]) -> dict[int, str]:
-    """Ask processes for their stacks, and return the stacks, both by process id; "" for one that doesn't answer."""
-    started = {pid: file for pid, file in files.items() if file.exists()}
-    for pid, file in started.items():
+def ask(folder: str, pids: Mapping[int, int]) -> dict[int, str]:
+    """Ask ranks, given with their process ids, for their stacks; return the stacks, "" for one that doesn't answer."""
+    files = {rank: Path(folder, FILE.format(rank)) for rank in pids}
+    files = {rank: file for rank, file in files.items() if file.exists()}  # any other rank would die of the signal
+    for rank, file in files.items():
         os.truncate(file, 0)  # removes what it wrote before
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pids[rank], signal.SIGUSR1)
     until_s = time.monotonic() + ANSWER_S
-    while not all(_is_complete(file.read_text()) for file in started.values()) and time.monotonic() < until_s:
+    while not all(_is_complete(file.read_text()) for file in files.values()) and time.monotonic() < until_s:
         time.sleep(POLL_S)
-    return {pid: file.read_text() if pid in started else "" for pid, file in files.items()}
+    return {rank: files[rank].read_text() if rank in files else "" for rank in pids}
 
 
 def _is_complete(stack: str) -> bool:
@@ -45,8 +41,7 @@ def _is_complete(stack: str) -> bool:
 
 def is_in_collective(stack: str) -> bool:
     """Return True if the innermost Python line is in torch.distributed, whose collectives wait in C code."""
-    innermost = re.search(r'File "(.+)", line', stack)
-    return innermost is not None and "/torch/distributed/" in innermost.group(1)
+    return "/torch/distributed/" in stack.partition('", line')[0]
 
 
 def describe(stack: str) -> str:
@@ -56,7 +51,7 @@ def describe(stack: str) -> str:
     """
     called, ours = "", ""
     for path, line, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stack):  # innermost first
-        if BODY.search(path):
+        if RUNS_CODE.search(path):
             break
         if PACKAGE.search(path) or not LIBRARY.search(path):
             where = f"{os.path.basename(path)} line {line}" + (f", in {function}" if function != "<module>" else "")

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 @contextmanager
 def hold_back_reduction(model: nn.Module) -> Iterator[None]:
-    """Within the block, gradients add up on this rank and aren't reduced.
+    """Within the block, accumulate gradients on this rank without reducing them.
 
     The first backward after the block reduces the sum. Until then, FSDP holds full gradients instead of shards.
     """
@@ -31,10 +31,10 @@ def hold_back_reduction(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Within the block, FSDP2's units stay unsharded after backward, so the next forward needs no all-gathers.
+def keep_unsharded(model: nn.Module) -> Iterator[None]:
+    """Within the block, keep FSDP2's units unsharded after backward, so the next forward needs no all-gathers.
 
-    The first backward after the block reshards them. Until then all units are unsharded at once.
+    The first backward after the block reshards them. Until then, all units are unsharded at once.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -51,13 +51,13 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients down together so that their norm is at most `max_norm`; return the original norm, shape ().
 
     It's the norm of the full gradient, the same on every rank: squares are summed over a rank's shards, then across
-    ranks. Clipping each shard by its own norm would change the gradient's direction. `clip_grad_norm_`, of FSDP1 and of
-    `torch.nn.utils`, does the same in fp32. On a CPU, fp32 loses more digits the larger the model is, 1e-5 of the norm
-    for a million values, 1e-2 for a hundred million, so here the squares are summed in fp64. A parameter that FSDP2
-    ignores counts with this rank's gradient, so average that over the ranks first.
+    ranks. Clipping each shard by its own norm would change the gradient's direction. FSDP1's `clip_grad_norm_` and the
+    one in `torch.nn.utils` do the same in fp32. On a CPU, the larger the model, the larger fp32's error: 1e-5 of the
+    norm for a million values, 1e-2 for a hundred million. So the squares are summed in fp64 here. For a parameter that
+    FSDP2 ignores, this rank's gradient is used, so average that gradient across ranks first.
     """
     own = []
-    squares = {}  # groups that share a gradient -> sum of squares over this rank's shards of such gradients
+    squares = {}  # groups that gradients are sharded over -> sum of squares of this rank's shards of those gradients
     for parameter in model.parameters():
         groups, device = ranks_that_share(model, parameter)
         squares.setdefault(groups, torch.zeros((), dtype=torch.float64, device=device))
@@ -77,9 +77,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def ranks_that_share(model: nn.Module, parameter: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
-    """Return the groups of ranks whose shards make up the full `parameter`, one per sharded dimension, and the device.
+    """Return the groups of ranks that `parameter` is sharded over, one per sharded mesh dimension, and the device.
 
-    If there's no group, each rank has the full parameter.
+    If there are no groups, each rank has the full parameter.
     """
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh

@@ -1,7 +1,7 @@
-"""Activation checkpointing: keep a unit's input, drop the rest, and compute it again in backward.
+"""Activation checkpointing: keep only a unit's input, and compute its other activations again in backward.
 
-Chen et al. 2016, arXiv:1604.06174. Selective checkpointing keeps outputs that are expensive to compute and cheap to
-keep: Korthikanti et al. 2022, arXiv:2205.05198.
+Chen et al. 2016, arXiv:1604.06174. Selective checkpointing also keeps outputs that are expensive to compute and cheap
+to keep: Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-# Fused attention is not among them: its dropout draws random numbers, and recomputing must draw the same ones again.
+# Fused attention isn't one of them: its dropout draws random numbers, and recomputing must draw the same ones again.
 MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
 
 
 def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) -> nn.Module:
-    """Wrap the named modules of `model`, in place: "units" recomputes everything, "selective" all but matrix products.
+    """Wrap the named modules in place: kind "units" recomputes everything, "selective" all except matrix products.
 
-    If modules are nested, only the outermost is wrapped, since it recomputes everything inside. A state dict keeps the
-    names of the plain model. Raises ValueError if there's nothing to wrap.
+    If modules are nested, only the outermost is wrapped, since it recomputes everything inside. A state dict has the
+    same names as the plain model's. Raises ValueError if there's nothing to wrap.
     """
     if not names:
         raise ValueError(f"no module of {type(model).__name__} is large enough to checkpoint; lower min_num_params")
@@ -38,7 +38,7 @@ def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) ->
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """Return the names that aren't inside any other name."""
+    """Return the names of the modules that aren't inside another one of the named modules."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
@@ -48,6 +48,6 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def with_wrapper(model: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return `modules`, with each one that `checkpoint_activations` has wrapped in `model` replaced by its wrapper."""
+    """Return `modules`, but with the wrapper in place of each module that `checkpoint_activations` has wrapped."""
     around = {wrapper._checkpoint_wrapped_module: wrapper for wrapper in model.modules() if is_checkpointed(wrapper)}
     return {around.get(module, module) for module in modules}

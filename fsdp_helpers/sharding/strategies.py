@@ -49,22 +49,22 @@ def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn
     return DistributedDataParallel(
         recompute_units(model, config).to(device),
         device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=config.bucket_view,  # gradients are views of buckets: saves 4 bytes a parameter
+        gradient_as_bucket_view=config.bucket_view,  # gradients are views of buckets: saves 4 bytes per parameter
     )
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a shard of the model as one unit, unsharded for forward and backward."""
+    """Give every rank a shard of the model, which is one unit, unsharded for forward and backward."""
     return shard_with_api(model, device, config, policy=None)
 
 
 def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a shard of each unit; units are chosen by size and unsharded one after the other."""
+    """Give every rank a shard of each unit; units are chosen by size and unsharded one after another."""
     return shard_with_api(model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)))
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Shard as auto-wrap does, but keep each shard, its gradient and optimizer state in host memory while unused."""
+    """Shard as auto-wrap does, but keep shards, their gradients and optimizer state in host memory while not in use."""
     return shard_with_api(
         model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True
     )
@@ -82,7 +82,7 @@ APPLY_STRATEGY = {
 def shard_with_api(
     model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool = False
 ) -> nn.Module:
-    """Shard `model` through the API that `config` names, with the units that `policy` chooses below the root.
+    """Shard `model` with the API that `config` names; `policy` chooses the units below the root.
 
     Raises ValueError for a model without parameters.
     """
@@ -91,7 +91,7 @@ def shard_with_api(
     if policy is not None and config.activation_checkpointing != "none":
         units = [model.get_submodule(name) for name in choose_units(model, policy)]
         model = recompute_units(model, config)
-        # The same units, now with their wrapper
+        # The same units, now in their wrappers
         policy = partial(lambda_auto_wrap_policy, lambda_fn=with_wrapper(model, units).__contains__)
     else:
         model = recompute_units(model, config)
@@ -100,9 +100,10 @@ def shard_with_api(
 
 
 def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """Wrap the units of the size policy for activation checkpointing, if `config` asks for it.
+    """Wrap the units that the size policy chooses for activation checkpointing, if `config` asks for it.
 
-    Call this before sharding: backward then unshards a unit once for both its second forward and its backward.
+    Call this before sharding, so that backward unshards a unit only once, for both its second forward and its
+    backward.
     """
     if config.activation_checkpointing == "none":
         return model
@@ -114,16 +115,16 @@ def shard_fsdp1(
     model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
 ) -> nn.Module:
     """Wrap every unit in a `FullyShardedDataParallel`, which keeps the unit's parameters in one flat tensor."""
-    # All-gather and compute in bf16; store, reduce and update in fp32, where a small gradient still changes a sum.
+    # All-gather and compute in bf16; store, reduce and update in fp32, where small updates aren't lost to rounding.
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with warnings.catch_warnings():
-        # With one rank there is nothing to shard; FSDP1 warns and continues with NO_SHARD, which is what we want.
+        # With one rank, there's nothing to shard. FSDP1 warns and continues with NO_SHARD, which is what we want.
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-        # If you ask for sharding "none" here, you want to compare it with the others, deprecated or not.
+        # Sharding "none" is here to be compared with the others, deprecated or not.
         warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
         return FullyShardedDataParallel(
             model,
-            device_id=device,  # needed on the CPU too: without it FSDP1 looks for an accelerator
+            device_id=device,  # needed even on the CPU: without it, FSDP1 looks for an accelerator
             auto_wrap_policy=policy,
             sharding_strategy=SHARDING_STRATEGIES[config.sharding],
             device_mesh=make_mesh(device, config),  # with a mesh, its state dict holds DTensors, like FSDP2's
@@ -137,9 +138,9 @@ def shard_fsdp1(
 def shard_fsdp2(
     model: nn.Module, device: torch.device, config: TrainConfig, *, policy: Policy | None, offload: bool
 ) -> nn.Module:
-    """Apply `fully_shard`, in place: every parameter becomes a DTensor sharded along its first dimension.
+    """Apply `fully_shard` in place: every parameter becomes a DTensor sharded along its first dimension.
 
-    The root isn't resharded after forward, because backward begins with it.
+    The root isn't resharded after forward, because backward needs it first.
     """
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     on_host = CPUOffloadPolicy(pin_memory=device.type == "cuda")  # pinning needs an accelerator
@@ -155,10 +156,11 @@ def shard_fsdp2(
 
 
 def settle_buckets(model: nn.Module, images: Tensor) -> None:
-    """Make DDP arrange its buckets as it does after its first step; a no-op for other strategies.
+    """Make DDP arrange its buckets as it does after its first step; for other strategies, do nothing.
 
-    DDP rearranges them after the first backward, and the last bit of a sum over three or more ranks depends on a
-    gradient's place in its bucket. A resumed run has to start with the final buckets. The gradients are discarded.
+    DDP rearranges its buckets after the first backward, and the last bit of a sum over three or more ranks depends on
+    where in a bucket the gradient is. So a resumed run has to start with the final buckets. This runs a forward and a
+    backward, and discards the gradients.
     """
     if isinstance(model, DistributedDataParallel):
         model(images).sum().backward()
@@ -166,10 +168,10 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 
 
 def wait_for_buckets(model: nn.Module) -> None:
-    """Make DDP wait for each bucket if a timeout is set on CUDA; other strategies wait anyway.
+    """Make DDP's ranks wait for each bucket if a timeout is set on CUDA; other strategies wait anyway.
 
-    DDP only makes later kernels wait. If a rank is missing, the others would then hang the next time they synchronize
-    with the GPU.
+    By itself, DDP makes only later kernels wait. If a rank were missing, the others would then hang the next time they
+    synchronize with the GPU.
     """
     if isinstance(model, DistributedDataParallel) and waits_in_the_open():
         model.register_comm_hook(None, average_and_wait)
@@ -185,7 +187,7 @@ def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Futu
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    """Return the FSDP units of `model` by their names in the plain model; the root is called "root"."""
+    """Return the names of the FSDP units in `model`, as in the plain model; the root is called "root"."""
     return [
         plain_name(name) or "root"
         for name, module in model.named_modules()

@@ -1,9 +1,9 @@
 """Wrapping policies: which modules become FSDP units, the same for both APIs.
 
-A policy is FSDP1's: a callable `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. With `recurse=True`, it
-says whether to look at the children; with `recurse=False`, whether `module` becomes a unit. `nonwrapped_numel` counts
-the parameters in it that aren't in a unit further down. torch's `CustomPolicy`, which calls a function with each
-module, is a policy, too. `plain_name` removes the prefixes that wrapping adds to names.
+A policy has the form that FSDP1 uses: `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. With
+`recurse=True`, it returns whether to look at the children; with `recurse=False`, whether `module` becomes a unit.
+`nonwrapped_numel` is the number of the module's parameters that aren't in a unit further down. torch's `CustomPolicy`,
+which calls a function on each module, is a policy, too. `plain_name` removes the prefixes that wrapping adds to names.
 """
 
 from collections import defaultdict
@@ -21,9 +21,9 @@ Policy: TypeAlias = Callable[..., bool] | CustomPolicy
 
 
 def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:
-    """Return a policy: modules with at least `min_num_params` parameters outside smaller units become units.
+    """Return a policy that makes a module a unit if `min_num_params` or more of its parameters aren't in units inside.
 
-    It skips the modules in `tied` (see `holders_of_ties`), whose parameters then go into a unit around all of them.
+    It skips the modules in `tied` (see `holders_of_ties`); their parameters go into a unit around all of them.
     """
     if min_num_params < 0:
         raise ValueError(f"min_num_params is {min_num_params}; it must be 0 or more")
@@ -37,22 +37,22 @@ def unless_tied(by_size: Policy, tied: Set[nn.Module], module: nn.Module, recurs
 
 
 def holders_of_ties(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that share a parameter with a module outside of them, and so can't be units."""
-    homes: dict[nn.Parameter, list[str]] = defaultdict(list)
+    """Return the modules that can't be units, because they share a parameter with a module outside themselves."""
+    names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        homes[parameter].append(name)
+        names_of[parameter].append(name)
     holders = set()
-    for names in homes.values():
+    for names in names_of.values():
         around = [set(accumulate(name.split(".")[:-1], "{}.{}".format)) for name in names]
         holders |= set.union(*around) - set.intersection(*around)
     return {model.get_submodule(name) for name in holders}
 
 
 def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
-    """Return the names of the modules below the root that `policy` turns into units, inner ones before outer ones.
+    """Return the names of the modules below the root that `policy` makes units, inner modules before outer ones.
 
-    FSDP1 does this walk itself (`auto_wrap_policy`); FSDP2 leaves the choice to you. Raises ValueError if a
-    `CustomPolicy` gives a unit its own settings.
+    FSDP1 makes this choice itself (`auto_wrap_policy`); FSDP2 leaves it to you. Raises ValueError if a `CustomPolicy`
+    returns settings for a unit.
     """
     if isinstance(policy, CustomPolicy):
         policy = as_callable(policy)
@@ -64,10 +64,10 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
 
 
 def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
-    """Append the units in `module`, and `name` if it's a unit itself, to `names`; return their number of parameters.
+    """Append to `names` the units in `module`, itself included; return how many parameters they have.
 
-    The policy is asked twice: whether to look at the children, and then, with the parameters left over, whether
-    `module` is a unit.
+    The policy is called twice: to decide whether to look at the children, and then, given the number of parameters
+    left over, whether `module` is a unit.
     """
     num_params = count_params(module)
     if not policy(module=module, recurse=True, nonwrapped_numel=num_params):
@@ -80,7 +80,7 @@ def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str])
 
 
 def as_callable(policy: CustomPolicy) -> Policy:
-    """Turn torch's `CustomPolicy` into a plain callable. It must return True or False: see `choose_units`."""
+    """Turn torch's `CustomPolicy` into a plain callable. Its function must return True or False; see `choose_units`."""
     return partial(lambda_auto_wrap_policy, lambda_fn=partial(_yes_or_no, policy))
 
 

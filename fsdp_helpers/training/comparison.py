@@ -1,4 +1,4 @@
-"""The final comparison: every strategy and both APIs, side by side on this machine."""
+"""The final comparison: every strategy, with both APIs, on this machine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) ->
 
 
 def ways_to_run(strategy: str) -> list[dict]:
-    """Return the settings for each of a strategy's rows: FSDP with either API; DDP with its defaults, and lean."""
+    """Return the settings for each of a strategy's rows: FSDP with each API; DDP with and without `bucket_view`."""
     if is_sharded(strategy):
         return [{"api": api} for api in APIS]
     return [{"bucket_view": False}, {"bucket_view": True}] if strategy == "ddp" else [{}]
@@ -56,7 +56,7 @@ def compare(
 
 
 def comparison_row(record: RunRecord) -> ComparisonRow:
-    """Return the row of a run, which must have taken more than STEADY_STEP steps."""
+    """Return the row for a run, which must have taken more than STEADY_STEP steps."""
     config, rank = record.config, record.ranks[0]
     return ComparisonRow(
         model=config.model,
@@ -88,9 +88,9 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
 
 
 def plain_table(rows: Sequence[ComparisonRow]) -> str:
-    """Return the comparison for an 80-column terminal: names on the left, numbers on the right.
+    """Return the comparison as a table for an 80-column terminal: names are left-aligned, numbers right-aligned.
 
-    Times are medians, "sent" is what one rank sends in one step, and the loss is the last step's.
+    Times are medians, "sent" is the bytes one rank sends in a step, and the loss is the last step's.
     """
     lines = [list(SHORT_HEADERS), *(comparison_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(SHORT_HEADERS))]
@@ -99,4 +99,4 @@ def plain_table(rows: Sequence[ComparisonRow]) -> str:
 
 def _padded(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
-        yield cell.ljust(width) if column < 2 else cell.rjust(width + (column > 3))  # numbers are further apart
+        yield cell.ljust(width) if column < 2 else cell.rjust(width + (column > 3))  # wider gaps between numbers

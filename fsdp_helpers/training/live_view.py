@@ -1,6 +1,6 @@
-"""Watching a run in a notebook: a line per rank, the loss as a curve, and memory, redrawn while it trains.
+"""Watch a run in a notebook: a line per rank, the loss as a curve, and memory, redrawn while it trains.
 
-It updates text and a picture in place instead of using a widget, so a saved notebook keeps the last state.
+The view updates text and a picture in place instead of using a widget, so a saved notebook keeps its last state.
 """
 
 import base64
@@ -22,12 +22,12 @@ from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.palette import BLUE, TEXT_COLOR, TEXT_STYLE
 
 SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_CURVES = 0.25, 1.0  # a curve takes a tenth of a second to draw
-SMOOTHED_OVER = 1 / 20  # of the losses so far, the window of the moving average
+SMOOTHED_OVER = 1 / 20  # the moving average's window, as a fraction of the steps so far
 PIXELS_PER_INCH = 220  # twice the size shown, for high-density screens
 
 
 class LiveView:
-    """A view that `launch` can use in place of a `ProgressBar`, and which shows every rank."""
+    """A view of every rank, which `launch` can use in place of a `ProgressBar`."""
 
     def __init__(self) -> None:
         self._lines, self._curve = InPlace(), InPlace()
@@ -37,13 +37,11 @@ class LiveView:
         self._losses: dict[int, float] = {}  # rank 0's, by step
         self._started_s = self._lines_s = self._curve_s = 0.0
 
-    def start(self, what: str, why: str = "") -> None:
-        """Say what is starting, and `why` it may take long; the first report replaces this line."""
+    def start(self, what: str) -> None:
+        """Say what is starting; the first report replaces this line."""
         if not self._title:
             self._title = what
             self._lines.show(f"{what}: starting")
-        if why and not self._reports:
-            self._lines.show(f"{self._title}: starting ({why})")
 
     def running(self) -> None:
         """Do nothing, because the first report is about to arrive."""
@@ -144,7 +142,7 @@ def draw_loss(ax, steps: Sequence[int], losses: Sequence[float]) -> None:
     ax.annotate(f" {smooth[-1]:.3f}", (steps[-1], smooth[-1]), color=TEXT_COLOR, va="center")
     room = 0.08 * max(1, steps[-1] - steps[0])  # for the number at the end
     highest = max(filter(math.isfinite, losses), default=1.0)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 1.5
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there's no step 1.5
     ax.set(xlim=(steps[0], steps[-1] + room), ylim=(0, 1.1 * highest), xlabel="step", ylabel="loss (nats)")
 
 
@@ -159,9 +157,9 @@ def draw_memory(ax, memory: Mapping[int, tuple[int, int]]) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> Sequence[float]:
-    """Return a moving average of the losses: for each step, the mean of its loss and those just before it."""
+    """Return a moving average of the losses: for each step, the mean of its loss and the losses just before it."""
     window = max(1, round(len(losses) * SMOOTHED_OVER))
     if window == 1:
-        return losses  # exact, while differences of sums are rounded
+        return losses  # exactly; differences of sums would be rounded
     sums = [0.0, *accumulate(losses)]
     return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in range(1, len(losses) + 1)]

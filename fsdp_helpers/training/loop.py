@@ -1,4 +1,4 @@
-"""The loops for one epoch of training and for evaluation: the same code for one process and for many."""
+"""The loops for one epoch of training and for evaluation, the same for one process and for many."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction, keep_gathered
+from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction, keep_unsharded
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -23,7 +23,7 @@ def train_one_epoch(
     """Train on every batch once; return this rank's loss of each step, shape (num_steps,).
 
     `after_step(loss, batch_bytes)` is called after each step; reading the loss there forces a wait for the GPU.
-    `step_settings` are the arguments of `train_step`.
+    `step_settings` are passed on to `train_step`.
     """
     model.train()
     losses = []
@@ -46,11 +46,11 @@ def train_step(
     clip_norm: float | None = None,
     norms: list[Tensor] | None = None,
 ) -> Tensor:
-    """Take one step of training; return the mean loss over this rank's images, before the update.
+    """Take one training step; return the mean loss over this rank's images, before the update.
 
-    The batch is processed in `micro_batches` equal parts, see `add_up_gradients`. With `clip_norm`, gradients are
-    scaled down to that norm, and their original norm is appended to `norms`. The named phases cost next to nothing and
-    show up in every trace.
+    The batch is processed in `micro_batches` equal parts (see `add_up_gradients`). With `clip_norm`, gradients are
+    scaled down to at most that norm, and their original norm is appended to `norms`. The named phases cost next to
+    nothing and show up in every trace.
     """
     with record_function("train step"):
         optimizer.zero_grad()
@@ -74,18 +74,18 @@ def add_up_gradients(
 ) -> Tensor:
     """Run forward and backward on each micro-batch in turn; return the mean loss over all images.
 
-    Ranks reduce the sum of the gradients once, after the last part, or after each part with `sync_micro_batches`. They
-    reshard after every part or, with `reshard_after_backward=False` (FSDP2), only after the last.
+    Gradients are reduced once, after the last micro-batch, or after every one with `sync_micro_batches`. Parameters are
+    resharded after every micro-batch or, with `reshard_after_backward=False` (FSDP2), only after the last.
     """
     assert len(images) % micro_batches == 0, f"{len(images)} images aren't divisible by {micro_batches} micro-batches"
     losses = []
     for part_images, part_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
         is_last = len(losses) == micro_batches - 1
         reducing = nullcontext() if is_last or sync_micro_batches else hold_back_reduction(model)
-        freeing = nullcontext() if is_last or reshard_after_backward else keep_gathered(model)
+        freeing = nullcontext() if is_last or reshard_after_backward else keep_unsharded(model)
         with reducing, freeing:
             with record_function("forward"):
-                # Thanks to this division, the parts' gradients add up to the gradient of the mean over all images.
+                # Because of this division, the gradients add up to the gradient of the mean over all images.
                 loss = batch_loss(model, part_images, part_labels) / micro_batches
             with record_function("backward"):
                 loss.backward()
@@ -94,7 +94,7 @@ def add_up_gradients(
 
 
 def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32, whatever the model computes in.
+    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32, whatever dtype the model computes in.
 
     Cross-entropy works for both logits and log-probabilities, since log-softmax doesn't change log-probabilities.
     """

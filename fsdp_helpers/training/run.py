@@ -1,4 +1,4 @@
-"""Do one run, from settings to record: on ranks that we start (`train`), or as one of torchrun's ranks."""
+"""Carry out a run, from settings to record: on ranks started here (`train`), or as one of torchrun's ranks."""
 
 import gc
 import sys
@@ -11,20 +11,17 @@ from typing import TypeVar
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data.images import num_test_images, num_train_images, prepare_data
-from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.source import DataError, num_test_images, num_train_images, prepare_data
 from fsdp_helpers.data.text import TEST_PART, read_text
 from fsdp_helpers.gpus import choose_device, hide_gpus
 from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.notebook import is_notebook
-from fsdp_helpers.progress import ProgressBar, send_reports_to
+from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
 from fsdp_helpers.ranks.errors import describe_error, shown_by_message
-from fsdp_helpers.ranks.group import check_seconds, gather_over_ranks, process_group
+from fsdp_helpers.ranks.group import check_seconds, gather_over_ranks, process_group, silent_ranks_named
 from fsdp_helpers.ranks.launch import RankError, launch
-from fsdp_helpers.ranks.roll_call import silent_ranks_named
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.torchrun import Place, read_place
-from fsdp_helpers.training.watch import run_title
 from fsdp_helpers.training.worker import train_worker
 
 Name = TypeVar("Name", bound=Hashable)
@@ -44,13 +41,14 @@ def train(
 ) -> RunRecord:
     """Run `config`, with `changes` to its fields, in new processes; return the record of rank 0.
 
-    `world_size` defaults to 1 for strategy "local" and 2 for the others. The data are prepared before any process
-    starts, and `on_data` is called with their source, "mnist" or "digits". With `watch`, a notebook shows a line per
+    `world_size` defaults to 1 for strategy "local" and 2 for the others. The data is prepared before any process
+    starts, and `on_data` is called with its source, "mnist" or "digits". With `watch`, a notebook shows a line per
     rank and the loss, step by step; otherwise, there's one line of progress.
 
-    Raises ValueError, DataError or CheckpointError before anything starts, for settings that can't work, data that
-    can't be used and checkpoints that don't match; RankError and RankTimeout as `launch` does, which also explains
-    `timeout_s` (for the entire run) and `group_timeout_s` (for one collective).
+    `timeout_s` limits the entire run, and `group_timeout_s` a single collective; see `launch`.
+
+    Raises ValueError, DataError or CheckpointError before any process starts, for settings that can't work, data that
+    can't be used and checkpoints that don't match; raises RankError and RankTimeout as `launch` does.
     """
     with shown_by_message(ValueError):
         config = replace(config, **changes)
@@ -59,17 +57,17 @@ def train(
         device = _check_ranks(config, world_size, device)
         check_seconds(timeout=group_timeout_s)
     watched = watch and progress and is_notebook()
-    view = _live_view() if watched else ProgressBar()
+    view, starting = _live_view() if watched else ProgressBar(), f"training, {count_ranks(world_size)} on {device}"
     with closing(view):
         with shown_by_message(ValueError, DataError, CheckpointError):
             if progress and on_data is None:  # else a line about the data comes first
-                view.start(run_title(config, world_size, device))
+                view.start(starting)
             source = prepare_run_data(config)
             if on_data is not None:
                 on_data(source)
             check_checkpoints(config, source)
         if progress:
-            view.start(run_title(config, world_size, device))
+            view.start(starting)
         try:
             timeouts = {"timeout_s": timeout_s, "group_timeout_s": group_timeout_s}
             shown = progress and view
@@ -97,8 +95,8 @@ def train_each(
 ) -> dict[Name, RunRecord]:
     """Train `config` with each variant's changes, one after the other in a single launch; return the records by name.
 
-    The records are the same as with a `train` for each, but PyTorch's start-up costs are paid only once. Raises what
-    `train` raises, and ValueError for a variant with a `checkpoint_dir`.
+    The records are the same as from a call of `train` for each, but PyTorch is loaded only once. Raises the same errors
+    as `train`, and ValueError for a variant with a `checkpoint_dir`.
     """
     with shown_by_message(ValueError, DataError):
         configs = {name: replace(config, **changes) for name, changes in variants.items()}
@@ -113,11 +111,11 @@ def train_each(
 
 
 def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
-    """Train each of `configs`; each model is freed before the next is built, so memory is the same as with `train`."""
+    """Train each of `configs`. Each model is freed before the next is built, so memory is the same as with `train`."""
     records = []
     for config in configs:
         records.append(train_worker(rank, world_size, config))
-        gc.collect()  # a sharded model is in reference cycles
+        gc.collect()  # a sharded model has reference cycles
     return records
 
 
@@ -170,7 +168,7 @@ def train_as_rank_of_torchrun(
 
 @contextmanager
 def _failures_of_rank(place: Place) -> Iterator[None]:
-    """Turn any error within the block into a failure of this rank, since it isn't bad input."""
+    """Within the block, turn any error into a RankError; only errors other than bad input get this far."""
     try:
         yield
     except Exception as error:
@@ -178,7 +176,7 @@ def _failures_of_rank(place: Place) -> Iterator[None]:
 
 
 def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str], None] | None) -> Exception | None:
-    """Prepare data on every machine and check checkpoints on rank 0; every rank raises whatever went wrong on any of them."""
+    """Prepare data on every machine, and check checkpoints on rank 0; every rank returns the first problem, or None."""
     problem = None
     try:
         if place.local_rank == 0:
@@ -193,7 +191,7 @@ def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str]
 
 
 def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
-    """Train and return the record; None if SIGTERM ended the run early, which rank 0 reports."""
+    """Train and return the record; return None if SIGTERM ended the run early, which rank 0 reports."""
     try:
         with heeding_sigterm() if config.checkpoint_dir else nullcontext():
             return train_worker(place.rank, place.world_size, config)
@@ -204,20 +202,20 @@ def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
 
 
 def prepare_run_data(config: TrainConfig) -> str:
-    """Make sure that workers find their data; return the source: "mnist", "digits", or a text with its digest.
+    """Make sure that workers will find their data; return the source: "mnist", "digits", or "text" and its digest.
 
     Raises ValueError if there are too few images or sequences.
     """
     if config.learns_text:
         return prepare_text(config)
-    _check_data_size(config, "mnist")  # against the larger source, so that what can't work is refused before a download
+    _check_data_size(config, "mnist")  # against the larger source, so impossible runs are refused before a download
     source = prepare_data(config.data_dir)
     _check_data_size(config, source)
     return source
 
 
 def prepare_text(config: TrainConfig) -> str:
-    """Return the name of the text that `config` trains on, after checking that it's readable and long enough."""
+    """Return the source of the text that `config` trains on, after checking that it's readable and long enough."""
     text, context = read_text(config.text), BYTE_LLAMA.context
     num_test = text.num_test_sequences(context)
     if num_test == 0:

@@ -15,7 +15,7 @@ LEAVE_S = 10.0  # after bad input, the other ranks give rank 0 this long to repo
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which of torchrun's ranks this process is, among all ranks and among those on its machine."""
+    """This process's rank under torchrun, both among all ranks and among those on its machine."""
 
     rank: int
     world_size: int
@@ -29,10 +29,10 @@ def started_as_rank() -> bool:
 
 
 def end_with_agent() -> None:
-    """Have Linux kill this rank if its torchrun is killed; otherwise it would train on during the next run.
+    """Have Linux kill this rank if its torchrun is killed; otherwise, it would keep training during the next run.
 
-    If the agent was killed before this call, while Python was starting, that goes unnoticed. In that case, the lock on
-    the checkpoint folder keeps the next run from writing at the same time.
+    If torchrun was killed earlier, while this Python was starting, that goes unnoticed. In that case, the lock on the
+    checkpoint folder keeps the next run from writing at the same time.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         agent = os.getppid()
@@ -44,7 +44,7 @@ def end_with_agent() -> None:
 def read_place() -> Place:
     """Return this process's place, from the variables that torchrun sets.
 
-    Raises ValueError if some are missing or contradict each other, or if a restart would not work.
+    Raises ValueError if some are missing or contradict each other, or if a restart wouldn't work.
     """
     missing = [name for name in RANK_VARIABLES if name not in os.environ]
     if missing:
@@ -67,7 +67,7 @@ def read_place() -> Place:
 def _whole_number(name: str) -> int:
     text = os.environ[name]
     if not text.isdecimal():
-        raise ValueError(f"the environment has {name}={text!r}; a whole number is needed")
+        raise ValueError(f"the environment has {name}={text!r}; it must be a whole number")
     return int(text)
 
 
@@ -83,7 +83,7 @@ def _check_place(place: Place) -> None:
 
 
 def _check_restarts() -> None:
-    """Refuse restarts that reuse torchrun's store: it keeps the addresses of dead ranks, and gloo would try them."""
+    """Refuse restarts that reuse torchrun's store: it keeps dead ranks' addresses, and gloo would try to connect to them."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
@@ -93,10 +93,10 @@ def _check_restarts() -> None:
 
 
 def speaks() -> bool:
-    """Return True if this process should report bad input: it's the only process, or it's rank 0."""
+    """Return True if this process should report bad input: if it's the only process, or rank 0."""
     return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
 
 
 def leave_it_to_rank_0() -> None:
-    """Wait: the first rank to exit makes torchrun end the others, perhaps before rank 0 has reported."""
+    """Wait, so that rank 0 can report before torchrun ends all ranks, as it does when the first one exits."""
     time.sleep(LEAVE_S)

@@ -1,4 +1,4 @@
-"""Observing a rank while it trains: time, memory and progress, without slowing it down."""
+"""Observe a rank while it trains: time, memory and progress, without slowing it down."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ STEADY_STEP = 3  # the first step creates optimizer state, and the second may re
 class StepWatch:
     """An observer of a rank's training: times every step, measures a steady one, reports progress.
 
-    Start it after the images are loaded and before the model is built, because the memory trace counts everything from
+    Create it after the images are loaded and before the model is built, because the memory trace counts everything from
     then on. A resumed run has already taken `steps_before` steps, and its reports continue from there.
     """
 
@@ -36,7 +36,7 @@ class StepWatch:
         self._config, self._num_steps, self._device = config, num_steps, device
         self._steps_before = steps_before
         self._title, self._last_loss = run_title(config, world_size, device.type), None
-        # The mean over ranks would cost a collective per step.
+        # The mean over ranks would take a collective per step.
         self._whose_loss = "loss" if world_size == 1 else f"rank {rank}'s loss"
         self._memory = MemoryTrace(device)
         self._memory.start()
@@ -66,7 +66,7 @@ class StepWatch:
         return sum(self.step_seconds[self._first_step :])
 
     def after_step(self, loss: Tensor, batch_bytes: int) -> None:
-        """Record the end of a step; the time spent in here isn't counted."""
+        """Record the end of a step. The time spent in this method isn't counted."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.step_seconds.append(time.perf_counter() - self._clock_s)
@@ -83,7 +83,7 @@ class StepWatch:
             self.trace = self._memory.last("train step", uncounted_bytes=batch_bytes)
 
     def rank_record(self, rank: int) -> RankRecord:
-        """Return the bytes this rank held, had at its peak, and sent."""
+        """Return this rank's record: the bytes it held, had at its peak, and sent."""
         return RankRecord(
             rank=rank,
             parameter_bytes=self.state.parameter_bytes,

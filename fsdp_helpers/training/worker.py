@@ -16,12 +16,13 @@ from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, run_checkpoints
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset, evaluation_batches, load_data, rank_batches
-from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.source import DataError
 from fsdp_helpers.data.text import read_text, text_dataset
+from fsdp_helpers.gpus import device_name
 from fsdp_helpers.models.llama import generate
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama
-from fsdp_helpers.ranks.group import device_name, gather_over_ranks, rank_device, sum_over_ranks
+from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
 from fsdp_helpers.records import EpochRecord, RunRecord
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, settle_buckets, wait_for_buckets
 from fsdp_helpers.training.loop import Batches, evaluate, train_one_epoch
@@ -31,7 +32,7 @@ SAMPLE_BYTES = 400  # that a language model generates after training
 
 
 def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
-    """Train and evaluate one model as `config` says; every rank returns the same record of all ranks."""
+    """Train and evaluate a model as `config` says; every rank returns the same record, which covers all ranks."""
     config.check_world_size(world_size)
     device = rank_device()
     config.check_device(device.type)
@@ -43,7 +44,7 @@ def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
 def run_training(
     rank: int, world_size: int, config: TrainConfig, dataset: Dataset, checkpoints: RunCheckpoints
 ) -> RunRecord:
-    """Set up, train the epochs and return the record, from the beginning or from where `checkpoints` left off."""
+    """Set up and train, from the beginning or from where `checkpoints` left off; return the record."""
     first_step = checkpoints.step  # 0, unless the run is resumed
     parts = epochs_to_train(config, len(dataset.train) // config.global_batch_size, first_step)
     num_steps = sum(part.num_steps for part in parts)
@@ -67,7 +68,7 @@ def run_training(
 
 
 def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model with its strategy applied, and an optimizer for the parameters it has after that."""
+    """Return the model with its strategy applied, and an optimizer built afterward, for the parameters it then has."""
     torch.manual_seed(config.seed)  # every rank builds the same model
     model = build_model(config.model, dropout=config.dropout)
     model = APPLY_STRATEGY[config.strategy](model, rank_device(), config)
@@ -78,7 +79,7 @@ def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optim
 
 
 class EpochPart(NamedTuple):
-    """The steps of one epoch that a run trains: all of them, unless it's resumed or ends early."""
+    """The steps that a run takes in one epoch: all of them, unless it's resumed or ends early."""
 
     epoch: int  # 0 is the first
     first_step: int  # within the epoch
@@ -88,7 +89,7 @@ class EpochPart(NamedTuple):
 def epochs_to_train(config: TrainConfig, steps_per_epoch: int, steps_done: int) -> list[EpochPart]:
     """Return the parts of epochs that are left to train after `steps_done` steps.
 
-    If nothing is left, that's one part without steps, in the epoch of the last step, so that it's evaluated.
+    If nothing is left, return one part without steps, in the last step's epoch, so that the model is still evaluated.
     """
     last_step = max(steps_done, min(config.epochs * steps_per_epoch, config.max_steps or math.inf))
     first_epoch = min(steps_done, last_step - 1) // steps_per_epoch
@@ -143,7 +144,7 @@ def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
 
 
 def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
-    """Load the images or the text that `config` asks for, all of it onto every rank's device."""
+    """Load the images or the text that `config` asks for; every rank has all of it on its device."""
     if config.learns_text:
         dataset = text_dataset(
             read_text(config.text),
@@ -178,7 +179,7 @@ def config_batches(
     )
 
 
-@record_function("data")  # traces leave out the images that are loaded under this name
+@record_function("data")  # traces leave out images that are loaded under this name
 def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's share of the first `config.max_steps` batches, on its device, for a short lesson."""
     dataset = load_rank_data(config, rank_device())
@@ -188,7 +189,7 @@ def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple
 def epoch_record(
     config: TrainConfig, epoch: int, losses: list[float], seconds: float, test_sums: Tensor
 ) -> EpochRecord:
-    """Compute means from sums: every image counts once, whatever the number of ranks."""
+    """Return an epoch's record. Means are computed from sums, so every image counts once on any number of ranks."""
     test_loss, test_correct, test_images = test_sums.tolist()
     train_images = len(losses) * config.global_batch_size
     return EpochRecord(
@@ -214,7 +215,7 @@ def run_record(
     step_losses: list[float],
     watch: StepWatch,
 ) -> RunRecord:
-    """Collect every rank's measurements; return the same record on all of them."""
+    """Collect every rank's measurements; return the same record on every rank."""
     ranks = gather_over_ranks(watch.rank_record(rank))
     traces = gather_over_ranks(watch.trace)
     return RunRecord(

@@ -30,7 +30,7 @@ SAVE_EVERY = 5  # steps between two saves; a kill loses at most this many
 
 
 def build_model() -> nn.Sequential:
-    """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
+    """Return a model that maps (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
     torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
@@ -40,7 +40,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch of a step, which the ranks then split. Put your own data here."""
+    """Return a step's global batch, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
@@ -67,7 +67,7 @@ def end_with_torchrun() -> None:
 
 
 def take(lock: FileLock, folder: Path) -> None:
-    """Keep other runs from writing to `folder` until this process ends. Exit if one has the lock."""
+    """Keep other runs from writing to `folder` until this process ends. Exit if another run has the lock."""
     try:
         lock.acquire(timeout=2)
     except Timeout:

@@ -1,4 +1,4 @@
-"""Fine-tune a Llama from Hugging Face files with FSDP2. Ranks read only their rows; the loss counts tokens.
+"""Fine-tune a Llama from Hugging Face files with FSDP2. Ranks read only their rows; the loss is per token.
 
 Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`. It uses GPUs, or the CPU if
 there are fewer GPUs than ranks. FOLDER has config.json and safetensors files. If it also has tokenizer.json,
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 BATCH = 24  # documents per step, across all ranks; it splits evenly over 2, 3, 4, 6, 8, 12 or 24 of them
-LONGEST = 256  # tokens of a document that we use; the rest is left out
+LONGEST = 256  # the most tokens of a document that we use; the rest is left out
 CHUNKS = 4  # we compute the logits of a quarter of the tokens at a time
 LEARNING_RATE = 3e-4
 WARM_UP = 4  # steps over which the learning rate rises
@@ -136,7 +136,7 @@ def read_config(folder: Path) -> dict:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "default"}
     rope = {"rope_type": rope.get("type", "default")} | rope  # older files call it "type"
     if config["model_type"] != "llama" or rope["rope_type"] not in ("default", "llama3"):
-        sys.exit(f"{folder}: this supports only Llamas with plain positions or Llama 3.1's; change the model")
+        sys.exit(f"{folder}: this supports only Llamas with plain or Llama 3.1 positions; change the model")
     head_width = config["hidden_size"] // config["num_attention_heads"]
     if (config.get("head_dim") or head_width) != head_width:
         sys.exit(f"{folder}: head_dim has to be hidden_size / num_attention_heads here, {head_width}")
@@ -168,7 +168,7 @@ def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
     """Return the text's documents as token IDs, from the folder's tokenizer or, without one, as bytes."""
     documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
     if not documents:
-        sys.exit(f"{text}: it has no documents to learn from; separate documents by blank lines")
+        sys.exit(f"{text} has no text to learn from")
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
@@ -392,7 +392,7 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     num_ranks = int(os.environ["WORLD_SIZE"])
     if BATCH % num_ranks:
-        sys.exit(f"{num_ranks} ranks cannot share {BATCH} documents evenly; change one of them")
+        sys.exit(f"{num_ranks} ranks can't share {BATCH} documents evenly; change one of the two numbers")
     end_with_torchrun()
     chosen = choose_device()
     main(chosen, *sys.argv[1:])

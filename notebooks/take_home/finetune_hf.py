@@ -1,4 +1,4 @@
-"""Fine-tune any causal language model of `transformers` with FSDP2. Besides torch, it needs `pip install transformers`.
+"""Fine-tune any causal language model in `transformers` with FSDP2. Besides torch, it needs `pip install transformers`.
 
 Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs, or the CPU if there are
 fewer GPUs than ranks.
@@ -104,11 +104,11 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=float, default=1.0, help="how many times each row is seen (1)")
     add("--steps", type=int, help="number of optimizer steps, instead of --epochs")
     add("--batch", type=int, default=64, help="rows of --length tokens per step, across all ranks (64)")
-    add("--micro-batch", type=int, default=1, help="rows that a rank computes at a time (1)")
-    add("--length", type=int, help="tokens in a row (4096, or the model's context if that is shorter)")
-    add("--lr", type=float, help="the highest learning rate (1e-5; 2e-4 for adapters)")
+    add("--micro-batch", type=int, default=1, help="rows that a rank processes at a time (1)")
+    add("--length", type=int, help="tokens in a row (4096, or the model's context if that's shorter)")
+    add("--lr", type=float, help="the peak learning rate (1e-5; 2e-4 for adapters)")
     add("--warmup", type=int, default=20, help="steps over which the learning rate rises (20)")
-    add("--decay", type=float, default=0.0, help="weight decay of matrices; norms and biases have none (0)")
+    add("--decay", type=float, default=0.0, help="weight decay for matrices; norms and biases have none (0)")
     add(
         "--save-every",
         type=read_interval,
@@ -161,7 +161,7 @@ def check_resumed(arguments: argparse.Namespace) -> None:
                 refuse(f"{run} was started with a different model, tokenizer or data; use a new --out for those")
             if name in changed:
                 old, new = changed[name]
-                refuse(f"{run} was started with {name} {old}, not {new}; repeat {old}, or use a new --out")
+                refuse(f"{run} was started with {name} {old}, not {new}; keep {old}, or use a new --out")
         for name in OBEYED:
             if name in changed:
                 old, new = changed[name]
@@ -215,7 +215,7 @@ def read_tokenizer(folder: Path, vocabulary: int):
 
 @dataclass(frozen=True)
 class Document:
-    """A document as a list of segments, each with a flag that says whether it's learned."""
+    """A document as a list of segments, each with a flag that says whether its tokens count in the loss."""
 
     kind: str  # text, prompt or messages
     segments: list[tuple[str, bool]]
@@ -243,16 +243,16 @@ def document_of(entry: dict, tokenizer) -> Document:
         return Document("prompt", [(entry["prompt"], False), (entry["completion"], True)])
     if "text" in entry:
         return Document("text", [(entry["text"], True)])
-    raise ValueError(f'it has {sorted(entry)}, and neither "text" nor "messages" nor "prompt" and "completion"')
+    raise ValueError(f'it has {sorted(entry)}, but neither "text" nor "messages" nor "prompt" and "completion"')
 
 
 def document_of_messages(messages: list[dict], tokenizer) -> Document:
-    """Split a rendered conversation where the assistant's turns begin and end, so that only those turns are learned.
+    """Split a rendered conversation where the assistant's turns begin and end, so that we train only on those turns.
 
-    Some templates rewrite earlier turns (to drop their reasoning). We don't learn those turns, we only count them.
+    Some templates rewrite earlier turns (to drop their reasoning). We don't train on those turns; we only count them.
     """
     if not tokenizer.chat_template:
-        raise ValueError('"messages" need a chat template, and the tokenizer has none; use "prompt" and "completion"')
+        raise ValueError('"messages" need a chat template, but the tokenizer has none; use "prompt" and "completion"')
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     full = render(messages)
     segments, done, num_rewritten = [], 0, 0
@@ -270,7 +270,7 @@ def document_of_messages(messages: list[dict], tokenizer) -> Document:
 
 
 def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
-    """Return a document's tokens, and for each one whether it's learned.
+    """Return a document's tokens, and for each one whether it counts in the loss.
 
     We encode each segment by itself, as at inference, where the prompt is encoded before there's an answer.
     """
@@ -309,7 +309,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
         turns = f"{counts['rewritten']:,} of the assistant's earlier turns"
         print(f"the chat template rewrites {turns}; these are not learned", flush=True)
     if not tokens:
-        refuse(f"{arguments.data} has nothing to learn in it")
+        refuse(f"{arguments.data} contains nothing to learn")
     if max(tokens) >= vocabulary:
         refuse(
             f"the tokenizer of {arguments.model} has tokens up to {max(tokens)}; the embedding has {vocabulary} rows"
@@ -321,7 +321,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
 
 
 def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[bool], list[int], Counter]:
-    """Return all documents' tokens, whether each token is learned, where each document ends, and counts to print."""
+    """Return all documents' tokens, whether each counts in the loss, where each document ends, and numbers to print."""
     tokens, learned, ends = [], [], [0]
     counts = Counter()
     for document in read_documents(arguments.data, tokenizer):
@@ -422,8 +422,8 @@ class Rows:
     def micro_batches(self, rows: list[list[int]], size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
         """Yield this rank's rows, `size` at a time: tokens, positions and targets, each of shape (rows, longest).
 
-        Every rank gets the same number of micro-batches, because each one runs collectives. A row may be empty, without
-        any loss.
+        Every rank gets the same number of micro-batches, because each one runs collectives. A rank without a row
+        gets an empty one that has no loss.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         own = rows[rank::world_size]
@@ -499,7 +499,7 @@ class FileTensor:
 
 
 def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
-    """Return the tensors in the files of the folder's index, or in all its files if it has none. Read no values."""
+    """Return the tensors in the files of the folder's index, or in all its files if it has none. Reads no values."""
     index = folder / "model.safetensors.index.json"
     names = [path.name for path in folder.glob("*.safetensors")]
     if index.exists():
@@ -539,13 +539,13 @@ def match_files(model: nn.Module, folder: Path, files: dict[str, FileTensor]) ->
     missing = [name for name in chosen if name not in files]
     if missing or extra:
         refuse(
-            f"{folder} does not fit {type(model).__name__}: its files lack {len(missing)} tensors{first_of(missing)}, "
+            f"{folder} doesn't fit {type(model).__name__}: its files lack {len(missing)} tensors{first_of(missing)}, "
             f"and have {len(extra)} that the model lacks{first_of(extra)}"
         )
     for in_file, name in chosen.items():
         shape = tuple(model.get_parameter_or_buffer(name).shape)
         if files[in_file].shape != shape:
-            refuse(f"{folder}: {in_file} is {files[in_file].shape}, and {shape} in the model built from config.json")
+            refuse(f"{folder}: {in_file} is {files[in_file].shape}, but {shape} in the model built from config.json")
     return chosen
 
 
@@ -559,7 +559,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]:
-    """Return the modules that become units: those of the class, or those in the outermost list with most parameters."""
+    """Return the modules that become units: those of the class, or of the outermost list with the most parameters."""
     modules = dict(model.named_modules())
     if class_name:
         units = {name: module for name, module in modules.items() if type(module).__name__ == class_name}
@@ -749,7 +749,7 @@ class Checkpoints:
         self.begun_s = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after `step`. If the interval is in minutes, only rank 0 says so."""
+        """Return whether to save after `step`. If the interval is in minutes, only rank 0 keeps time."""
         if self.every_steps:
             return step % self.every_steps == 0
         return dist.get_rank() == 0 and time.monotonic() - self.begun_s >= self.every_s
@@ -778,7 +778,7 @@ class Checkpoints:
         except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
             newest = newest_checkpoint(self.run)
             shutil.rmtree(self.run / "unfinished", ignore_errors=True)
-            refuse(f"step {self.step} cannot be saved ({cause_of(error)}); the newest checkpoint is {newest}", status=1)
+            refuse(f"step {self.step} can't be saved ({cause_of(error)}); the newest checkpoint is {newest}", status=1)
         self.writing = None
         if dist.get_rank() == 0:
             give_name(self.run / "unfinished", self.run / f"step-{self.step:08d}")
@@ -795,7 +795,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-    """Return a checkpoint's tensors, frozen ones left out, and the optimizer's complete state dict."""
+    """Return a checkpoint's tensors, without frozen ones, and the optimizer's complete state dict."""
     parameters = {name: one for name, one in loss.model.named_parameters() if one.requires_grad}
     moments = get_optimizer_state_dict(loss, optimizer)
     return {"model": parameters, "optimizer": moments["state"]}, moments
@@ -835,7 +835,10 @@ def export(model: nn.Module, folder: Path, files: dict[str, FileTensor], names: 
         dcp.save(tensors, storage_writer=writer)
     except (dcp.api.CheckpointException, OSError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        refuse(f"the model cannot be written ({cause_of(error)}); it's saved in {newest_checkpoint(run)}", status=1)
+        refuse(
+            f"the model can't be written ({cause_of(error)}); its newest checkpoint is {newest_checkpoint(run)}",
+            status=1,
+        )
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished / "sharded")
         for path in side_files(folder):
@@ -852,7 +855,7 @@ def choose_device() -> torch.device:
     num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
     if num_gpus < num_ranks:
         if num_gpus and os.environ["RANK"] == "0":
-            print(f"ATTENTION: {num_ranks} ranks and {num_gpus} GPUs here: training on the CPU", flush=True)
+            print(f"ATTENTION: {num_ranks} ranks but only {num_gpus} GPU(s) here; training on the CPU", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -906,7 +909,7 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
 def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
     """Accumulate the gradient of the mean loss over the batch's learned tokens. Return this rank's part of that mean.
 
-    Each micro-batch's gradients are reduced at once; otherwise each rank would hold full gradients until the last.
+    Each micro-batch's gradients are reduced right away; otherwise each rank would hold full gradients until the last.
     """
     num_learned = rows.num_learned(batch)
     total = torch.zeros((), device=device)
@@ -957,7 +960,9 @@ def train(
         dist.all_reduce(sums)  # if one rank has to stop or save, all ranks do, after the same step
         mean, num_asked, num_due, num_writing = sums.tolist()
         if not math.isfinite(mean):
-            refuse(f"the loss of step {step + 1} is {mean}; {newest_checkpoint(arguments.out)} is still there", 1)
+            refuse(
+                f"the loss at step {step + 1} is {mean}; the newest checkpoint is {newest_checkpoint(arguments.out)}", 1
+            )
         is_asked = num_asked > 0
         is_last = step + 1 == arguments.steps
         note = {"step": step + 1, "loss": mean, "lr": optimizer.param_groups[0]["lr"], "gradient_norm": norm}
@@ -1012,9 +1017,9 @@ def describe(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device)
 def main(device: torch.device, arguments: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     if not arguments.data.is_file():
-        refuse(f"{arguments.data} is not a file; give a text file, or JSON lines")
+        refuse(f"{arguments.data} isn't a file; give a text file, or JSON lines")
     if arguments.offload and device.type == "cpu":
-        refuse("--offload moves shards to host memory, where CPU ranks have them anyway")
+        refuse("--offload moves shards to host memory, where CPU ranks keep them anyway")
     config = read_config(arguments.model)
     text_config = config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or 4096
@@ -1076,7 +1081,7 @@ if __name__ == "__main__":
     try:
         main(chosen, chosen_arguments)
     except UnicodeDecodeError as error:
-        sys.exit(f"finetune_hf.py: {chosen_arguments.data} is not UTF-8: {error}")
+        sys.exit(f"finetune_hf.py: {chosen_arguments.data} isn't UTF-8: {error}")
     except (OSError, SafetensorError) as error:  # only this rank has the error, so this rank prints it
         place = getattr(error, "filename", None) or chosen_arguments.out
         cause = getattr(error, "strerror", None) or error

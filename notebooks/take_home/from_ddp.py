@@ -1,4 +1,4 @@
-"""Move from DDP to FSDP2 in mid-training, with the weights, Adam's state and schedule of a DDP checkpoint.
+"""Move from DDP to FSDP2 mid-training, with the weights, Adam's state and the schedule from a DDP checkpoint.
 
 `torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves its state;
 `torchrun --nproc-per-node 2 from_ddp.py FILE` takes the remaining steps under FSDP2, on any number of ranks.
@@ -24,7 +24,7 @@ LENGTH = 16  # tokens per sequence
 
 
 def build_model() -> nn.Sequential:
-    """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
+    """Return a model that maps (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
     torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
@@ -34,7 +34,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch of a step, which the ranks then split. Put your own data here."""
+    """Return a step's global batch, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
@@ -73,7 +73,7 @@ def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
         if parameter.shape == (1,) and name in weights:
             weights[name] = weights[name].reshape(1)  # it was a scalar, which `fully_shard` doesn't accept
     plain.load_state_dict(weights)
-    # The file has Adam's state by number. A plain model and a plain Adam know which name each one has.
+    # The file has Adam's state by number. A plain model and a plain Adam know each number's name.
     plain_adam = make_optimizer(plain)
     plain_adam.load_state_dict(checkpoint["optimizer"])
     for parameter, moments in plain_adam.state.items():
@@ -95,7 +95,7 @@ def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
 def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: LambdaLR) -> int:
     """Read the file on rank 0 and send each rank its shards. Return the number of steps already taken.
 
-    `schedule` has to exist already: it gives each rank's groups the `initial_lr` that loading then fills.
+    Create `schedule` first: it adds `initial_lr` to each rank's parameter groups, and loading sets its value.
     """
     weights = {}
     moments = {}

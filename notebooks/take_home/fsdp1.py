@@ -20,7 +20,7 @@ LENGTH = 16  # tokens per sequence
 
 
 def build_model() -> nn.Sequential:
-    """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
+    """Return a model that maps (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
     torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
@@ -30,7 +30,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch of a step, which the ranks then split. Put your own data here."""
+    """Return a step's global batch, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)

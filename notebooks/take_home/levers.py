@@ -22,7 +22,7 @@ MAX_NORM = 1.0  # a longer gradient is scaled down to this norm
 
 
 def build_model() -> nn.Sequential:
-    """Return a model from (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
+    """Return a model that maps (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
     torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
@@ -32,7 +32,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch of a step, which the ranks then split. Put your own data here."""
+    """Return a step's global batch, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)
@@ -57,7 +57,7 @@ def main(device: torch.device) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # shards stay fp32
     model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
     for index, layer in enumerate(model[:-1]):
-        recomputed = checkpoint_wrapper(layer)  # before sharding, by convention: the unit is what's called
+        recomputed = checkpoint_wrapper(layer)  # before sharding, by convention; the wrapper becomes the unit
         model[index] = fully_shard(recomputed, mesh=mesh, mp_policy=bf16)
     fully_shard(model, mesh=mesh, mp_policy=bf16)
     # Build it after sharding, so that it holds the shards. fused=True makes one pass without temporary
@@ -85,9 +85,9 @@ def main(device: torch.device) -> None:
         if rank == 0:
             print(f"step {step}  loss {mean_loss.item():.7f}  norm {norm.item():.5f}", flush=True)
     if device.type == "cuda" and rank == 0:
-        print(f"tensors needed {torch.cuda.max_memory_allocated() / 1e6:.1f} MB at most", flush=True)
-        print(f"the allocator took {torch.cuda.max_memory_reserved() / 1e6:.1f} MB for them", flush=True)
-        print(f"it ran short {torch.cuda.memory_stats()['num_alloc_retries']} times", flush=True)
+        print(f"peak of the tensors: {torch.cuda.max_memory_allocated() / 1e6:.1f} MB", flush=True)
+        print(f"peak reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e6:.1f} MB", flush=True)
+        print(f"allocations retried: {torch.cuda.memory_stats()['num_alloc_retries']}", flush=True)
     dist.destroy_process_group()
 
 

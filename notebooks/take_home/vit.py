@@ -23,7 +23,7 @@ BATCH = 24  # images per step, across all ranks; it splits evenly over 2, 3 or 6
 
 
 class ViT(nn.Module):
-    """A small vision transformer from (B, 1, SIZE, SIZE) to (B, CLASSES). Put your own model here."""
+    """A small vision transformer that maps (B, 1, SIZE, SIZE) to (B, CLASSES). Put your own model here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class ViT(nn.Module):
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch of a step, which the ranks then split. Put your own data here."""
+    """Return a step's global batch, which the ranks then split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     labels = torch.arange(BATCH) % CLASSES
     images = torch.randn(BATCH, 1, SIZE, SIZE, generator=random)

@@ -130,7 +130,7 @@ def test_a_model_alone(tmp_path):
     other = built(2)[0]
     assert load(tmp_path / "model", other) is None
     assert equal([*other.state_dict().values()], [*run[0].state_dict().values()])
-    with pytest.raises(CheckpointError, match="was saved without an optimizer; load it without an optimizer"):
+    with pytest.raises(CheckpointError, match="was saved without an optimizer; load it without one"):
         load(tmp_path / "model", *built(2)[:2])
 
 
@@ -251,7 +251,7 @@ def test_an_extra_that_is_not_plain_is_refused(tmp_path):
     schedule = MultiStepLR(optimizer, [1])
     for extra in ({"schedule": schedule}, [{1: (schedule,)}], {"rule": lambda: 1}):
         with pytest.raises(
-            ValueError, match=r"holds numbers, text, lists, dicts and full .*pass an object's state_dict"
+            ValueError, match=r"can hold numbers, text, lists, dicts and full .*pass an object's state_dict"
         ):
             save(tmp_path / "one", model, optimizer, extra=extra)
     assert os.listdir(tmp_path) == []
@@ -270,7 +270,7 @@ def saved(tmp_path):
 
 def test_a_checkpoint_is_not_written_over(saved):
     before = sorted(os.listdir(saved.parent))
-    with pytest.raises(CheckpointError, match=f"{saved} already exists; choose a different name, such as step-0"):
+    with pytest.raises(CheckpointError, match=f"{saved} already exists; choose another name, such as step-0"):
         save(saved, *built(2)[:2])
     assert sorted(os.listdir(saved.parent)) == before == ["one"]
     assert load(saved, *built(2)[:2]) == {"step": 1}
@@ -278,18 +278,18 @@ def test_a_checkpoint_is_not_written_over(saved):
 
 def test_what_does_not_fit_is_refused_and_loads_nothing(saved):
     for model, message in [
-        (nn.Linear(4, 3), r"holds a different model: model\.0\.bias has shape \(6,\) there and no place here"),
+        (nn.Linear(4, 3), r"is of a different model: model\.0\.bias has shape \(6,\) there and none here"),
         (workers.small_model(hidden=7), r"model\.0\.bias has shape \(6,\) there and \(7,\) here"),
-        (nn.Sequential(*workers.small_model(), nn.Linear(3, 3)), r"model\.5\.bias has shape no place there and \(3,\)"),
+        (nn.Sequential(*workers.small_model(), nn.Linear(3, 3)), r"model\.5\.bias has shape none there and \(3,\)"),
     ]:
         before = [tensor.clone() for tensor in model.state_dict().values()]
         with pytest.raises(CheckpointError, match=message):
             load(saved, model)
         assert equal([*model.state_dict().values()], before)
     model = workers.small_model()
-    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\) of \[6\] parameters, the optimizer here has 2"):
+    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\) of \[6\] parameters; the optimizer here has 2"):
         load(saved, model, OPTIMIZERS["two groups"](model))
-    with pytest.raises(CheckpointError, match=r"holds optimizer\.\d\.\w+\.\w+, which this optimizer doesn't have"):
+    with pytest.raises(CheckpointError, match=r"has optimizer\.\d\.\w+\.\w+, but this optimizer doesn't"):
         load(saved, model, OPTIMIZERS["momentum"](model))
 
 

@@ -138,7 +138,7 @@ def test_every_type_that_safetensors_knows(suffix, tmp_path):
 
 def test_a_type_that_safetensors_does_not_know(tmp_path, capfd):
     path = save_by_hand(tmp_path / "run", {"wave": torch.ones(3, dtype=torch.complex64)})
-    message = "model.wave is of type torch.complex64, which safetensors doesn't support; write a .pt"
+    message = "model.wave has dtype torch.complex64, which safetensors doesn't support; write a .pt file"
     check_refused(path, tmp_path / "model.safetensors", message, capfd)
     consolidate(path, tmp_path / "model.pt")
     assert torch.equal(READERS[".pt"](tmp_path / "model.pt")["wave"], torch.ones(3, dtype=torch.complex64))
@@ -210,7 +210,7 @@ def test_another_prefix(foreign, tmp_path, capfd):
     assert found.keys() == {"step", "exp_avg", "exp_avg_sq"} and found["exp_avg"].shape == model.weight.shape
     consolidate(folder, tmp_path / "all.pt", prefix="")
     assert {"model.weight", f"{first}exp_avg"} < READERS[".pt"](tmp_path / "all.pt").keys()
-    message = "has no tensor whose name begins with 'net.'; it has, for example, model.weight, model.bias; give another prefix"
+    message = "has no tensor whose name starts with 'net.'; it has, for example, model.weight, model.bias; give another prefix"
     capfd.readouterr()
     assert main_in_process("consolidate", folder, tmp_path / "none.pt", "--prefix", "net.") == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -355,7 +355,7 @@ def garble(path: Path) -> None:
     [
         (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp is missing. Put it back"),
         (lambda path: garble(path / "__1_0.distcp"), "step-00000002"),
-        (lambda path: garble(path / ".metadata"), ".metadata is not the index of a sharded checkpoint"),
+        (lambda path: garble(path / ".metadata"), ".metadata isn't the index of a sharded checkpoint"),
         (lambda path: garble(path / "checkpoint.json"), "it has no readable checkpoint.json"),
     ],
 )
@@ -381,15 +381,15 @@ def test_what_is_no_checkpoint(tmp_path, capfd):
     (tmp_path / "file").write_text("text")
     (tmp_path / "empty").mkdir()
     for given in ("file", "empty", "none"):
-        check_refused(tmp_path / given, tmp_path / "model.pt", f"{tmp_path / given} is not a checkpoint", capfd)
+        check_refused(tmp_path / given, tmp_path / "model.pt", f"{tmp_path / given} isn't a checkpoint", capfd)
 
 
 @pytest.mark.parametrize(
     "out, message",
     [
-        ("model.bin", "model.bin: choose a name that ends in one of .safetensors, .pt"),
-        ("model", "choose a name that ends in one of"),
-        ("none/model.pt", "none does not exist"),
+        ("model.bin", "model.bin: choose a name that ends in .safetensors or .pt"),
+        ("model", "choose a name that ends in"),
+        ("none/model.pt", "none doesn't exist"),
         ("folder.pt", "folder.pt is a folder; give a file"),
     ],
 )
@@ -489,5 +489,5 @@ def test_the_index_alone_is_enough(runs, tmp_path):
     path = runs[RUNS[1]] / checkpoint_name(2)
     (tmp_path / ".metadata").write_bytes((path / ".metadata").read_bytes())
     assert read_index(tmp_path) == read_index(path)
-    with pytest.raises(CheckpointError, match=r"\.metadata is not the index of a sharded checkpoint"):
+    with pytest.raises(CheckpointError, match=r"\.metadata isn't the index of a sharded checkpoint"):
         read_index(tmp_path / "none")

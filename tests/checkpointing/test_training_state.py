@@ -226,9 +226,9 @@ def test_an_index_that_calls_a_function_is_refused(which, victim):
     (path / ".metadata").write_bytes(pickle.dumps(evils(mark)[which]))
     read_trusting(path)
     assert ran(mark)  # so would have been the code of the next lines, were they as trusting
-    with pytest.raises(CheckpointError, match=r"\.metadata is not the index of a sharded checkpoint"):
+    with pytest.raises(CheckpointError, match=r"\.metadata isn't the index of a sharded checkpoint"):
         SafeReader(path).read_metadata()
-    with pytest.raises(CheckpointError, match=r"\.metadata is not the index of a sharded checkpoint"):
+    with pytest.raises(CheckpointError, match=r"\.metadata isn't the index of a sharded checkpoint"):
         load_it(path)
     assert not ran(mark)
 
@@ -266,7 +266,7 @@ def test_an_entry_that_is_no_tensor_is_refused(which, victim):
     put_in_place_of(path, "model.layers.7.bias", saved_by_torch(evils(mark)[which]), as_bytes=True)
     load_trusting(path)
     assert ran(mark)
-    with pytest.raises(CheckpointError, match=r"lists 'model\.layers\.7\.bias', which is not a tensor"):
+    with pytest.raises(CheckpointError, match=r"lists 'model\.layers\.7\.bias', which isn't a tensor"):
         load_it(path)
     assert not ran(mark)
 

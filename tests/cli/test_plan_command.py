@@ -12,7 +12,7 @@ import pytest
 from programs import OWN_PEAK_KB
 
 from fsdp_helpers.__main__ import main
-from fsdp_helpers.cli.plan import add_plan_arguments, plan_lines, read_plan
+from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_lines, read_plan
 from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.planning.advice import possible_changes
 from fsdp_helpers.planning.models import llama_subject
@@ -24,7 +24,7 @@ WHOLE = ("plan", "--model", "vit-10b", "--world-size", "128", "--device-memory-g
 WITHOUT_TORCH = f"""
 import sys
 from fsdp_helpers.__main__ import main
-from fsdp_helpers.cli.plan import add_plan_arguments, plan_lines, read_plan
+from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_lines, read_plan
 status = main(sys.argv[1:])
 print(status, 'torch' in sys.modules, {OWN_PEAK_KB}, file=sys.stderr)
 """
@@ -78,17 +78,17 @@ def test_micro_batches_do_not_need_full_gradients(capsys):
     assert "It fits: the peak of 26.9 GB" in one and "It fits: the peak of 28.0 GB" in four
     # 4 bytes for each of 70.6 billion parameters wait otherwise
     assert (
-        "If they're held back until the last (--no-sync-micro-batches), a rank sends 843 GB less and peaks at 309 GB"
+        "If they're reduced only after the last one (--no-sync-micro-batches), a rank sends 843 GB less and peaks at 309 GB"
         in four
     )
     held = said(capsys, *LLAMA_70B, *RECOMPUTED, "--micro-batches", "4", "--no-sync-micro-batches")
-    assert "first reduce gradients after every part (without --no-sync-micro-batches) (peak 28.0 GB)" in held
+    assert "first reduce gradients after every micro-batch (without --no-sync-micro-batches) (peak 28.0 GB)" in held
 
 
 def test_advice_ends_with_a_command_that_fits(capsys):
     small = "--model llama-8b --world-size 64 --device-memory-gb 16 --precision bf16 --activation-checkpointing units"
     lines = said(capsys, "plan", *small.split()).splitlines()
-    assert "compute the loss in 8 chunks (--loss-chunks 8) (peak 8.62 GB), and it fits." in lines[-3]
+    assert "compute the loss in 8 chunks (--loss-chunks 8) (peak 8.62 GB); then it fits." in lines[-3]
     assert lines[-1].strip() == f"python -m fsdp_helpers plan {small} --loss-chunks 8"
     assert "It fits: the peak of 8.62 GB" in said(capsys, *lines[-1].split()[3:])
 
@@ -104,7 +104,7 @@ def test_the_size_of_a_step_is_said_and_judged(capsys):
 def test_where_units_take_less_than_a_millisecond_there_is_no_range(capsys, tmp_path):
     path = tmp_path / "plan.json"
     small = said(capsys, "plan", *f"--model vit-mnist --world-size 8 --device h100 --json {path}".split())
-    assert "launches decide" in small and "Between" not in small and "a day" not in small
+    assert "waits for its kernels to be launched" in small and "Between" not in small and "a day" not in small
     written = json.loads(path.read_text())
     assert written["step_s"] is None and written["items_per_s"] is None and written["step_estimate_s"] > 0
 
@@ -115,7 +115,7 @@ def test_hours_say_what_they_leave_out(capsys):
     honest = said(capsys, *LLAMA_70B, *RECOMPUTED, *"--total 1e12 --goodput 0.5 --storage-gb-s 2".split())
     hours = [float(text.split(" GPU-hours")[0].split()[-1].replace(",", "")) for text in (plain, honest)]
     assert hours[1] == pytest.approx(2 * hours[0], rel=1e-4) and "of which 50% is training" in honest
-    assert "10 minutes until all ranks train again" in honest
+    assert "10 minutes until all ranks are training again" in honest
 
 
 def test_adapters_train_little_and_skip_the_gradients_of_frozen_weights(tmp_path, capsys):
@@ -200,8 +200,9 @@ def test_the_sentence_on_speed_goes_from_the_shortest_step_to_the_longest():
     assert list(plan_lines(plan))[-5:] == [
         "A rank sends 1.00 kB in a step: 1.00 s at 1.00 kB/s.",
         "A step takes 3.50 s: arithmetic 3.00 s, waiting 500 ms, the optimizer not counted.",
-        "An update is bound by the time to read the state from memory; name a --device to include it.",
-        "Between 3.00 s and 4.00 s: with all communication hidden behind arithmetic; with none, and rates 25% below.",
+        "The optimizer's update is limited by memory bandwidth; name a --device to include it.",
+        "Between 3.00 s and 4.00 s: the first with all communication hidden behind arithmetic; the second with none, "
+        "and rates 25% lower.",
         "3 images/s over all ranks (3 to 4), 2 per rank, 2.96e+05 a day.",
     ]
 
@@ -244,12 +245,12 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"images": "0"}, "batch is 0"),
         ({"tokens": "8"}, "--tokens: a batch of vit-10b is counted in images; use --images"),
         ({"strategy": "local"}, "strategy 'local' trains in one process"),
-        ({"device": "t4", "precision": "bf16"}, "T4 has no arithmetic in bf16"),
+        ({"device": "t4", "precision": "bf16"}, "T4 doesn't support bf16"),
         ({"device": "h1000"}, "--device: invalid choice: 'h1000'"),
-        ({"world_size": "10000000000"}, "plans end at 1,048,576 ranks"),
-        ({"context": "8"}, "--context belongs to language models"),
+        ({"world_size": "10000000000"}, "the most that can be planned is 1,048,576 ranks"),
+        ({"context": "8"}, "--context is only for language models"),
         ({"loss_chunks": "0"}, "loss_chunks is 0"),
-        ({"width": "8"}, "--width belongs to --llama or --vit"),
+        ({"width": "8"}, "--width works only with --llama or --vit"),
         ({"micro_batches": "0"}, "micro_batches is 0"),
         ({"optimizer": "lion"}, "--optimizer: invalid choice: 'lion'"),
         ({"ranks_per_node": "0"}, "ranks_per_node is 0"),
@@ -263,27 +264,27 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"restart_minutes": "-1"}, "--restart-minutes is -1.0"),
         ({"goodput": "0.5"}, "give --total as well"),
         ({"goodput": "1.5", "total": "10"}, "--goodput is 1.5; it's a share"),
-        ({"days": "30"}, "--days looks for the fewest GPUs"),
+        ({"days": "30"}, "--days needs a sweep to find the fewest GPUs"),
         ({"global_batch": "1000"}, "use a multiple of that"),
         ({"global_batch": "0"}, "global_batch is 0"),
         ({"global_batch": "1024", "micro_batches": "2"}, "leave out --micro-batches"),
-        ({"lora_rank": "8"}, "--lora-rank belongs to language models"),
-        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "only be planned with FSDP2"),
+        ({"lora_rank": "8"}, "--lora-rank is only for language models"),
+        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "be planned only with FSDP2"),
         ({"lora_rank": "0", "model": "llama-8b"}, "lora_rank is 0"),
-        ({"device": "v100", "precision": "pure-bf16"}, "has no arithmetic in bf16; use --precision fp16"),
+        ({"device": "v100", "precision": "pure-bf16"}, "doesn't support bf16; use --precision fp16"),
         ({"activation_checkpointing": "some"}, "--activation-checkpointing: invalid choice"),
         ({"replicas": "0"}, "replicas is 0"),
-        ({"loss_chunks": "4"}, "--loss-chunks belongs to language models"),
-        ({"strategy": "ddp", "sharding": "grad-op"}, "sharding and backward_prefetch belong to FSDP"),
+        ({"loss_chunks": "4"}, "--loss-chunks is only for language models"),
+        ({"strategy": "ddp", "sharding": "grad-op"}, "sharding and backward_prefetch are FSDP settings"),
         ({"tokens": "100", "model": "llama-8b"}, "isn't a multiple of the sequence length"),
         ({"context": "0", "model": "llama-8b"}, "context is 0"),
         ({"world_size": "-8"}, "world_size is -8"),
         ({"precision": "fp8"}, "--precision: invalid choice: 'fp8'"),
-        ({"heads": "0"}, "--heads belongs to --llama or --vit"),
+        ({"heads": "0"}, "--heads works only with --llama or --vit"),
         ({"total": "10"}, "GPU-hours need a rate; name a --device, or give --tflops"),
         ({"sharding": "hybrid", "replicas": "3"}, "use a multiple of 3"),
         ({"sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
-        ({"json": "no-such-folder/plan.json"}, "the folder no-such-folder does not exist"),
+        ({"json": "no-such-folder/plan.json"}, "the folder no-such-folder doesn't exist"),
     ],
 )
 def test_nonsense_gets_one_line_and_status_2(changes, message, capsys):
@@ -357,9 +358,9 @@ def test_published_sizes_by_file(changes, num_params, tmp_path):
     "text, message",
     [
         (None, "No such file or directory; give a model's config.json"),
-        ("nonsense", "is not JSON"),
+        ("nonsense", "isn't JSON"),
         ("{}", "has no model_type"),
-        (json.dumps(THREE_B | {"model_type": "bert"}), "model_type 'bert' is not one of llama, mistral"),
+        (json.dumps(THREE_B | {"model_type": "bert"}), "model_type 'bert' isn't one of llama, mistral"),
         (json.dumps({"model_type": "llama"}), "no whole number for hidden_size, num_hidden_layers"),
     ],
 )
@@ -375,16 +376,16 @@ def test_files_that_are_no_such_model(text, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--llama", "--width", "8"], "the shape lacks --depth"),
-        ([*SHAPE, "--kv-heads", "7"], "7 kv-heads do not divide 24 heads"),
-        ([*SHAPE, "--heads", "25"], "25 heads do not divide a width of 3072"),
-        ([*SHAPE, "--classes", "10"], "--classes belongs to --vit"),
+        (["--llama", "--width", "8"], "--depth is missing; the shape needs"),
+        ([*SHAPE, "--kv-heads", "7"], "7 kv-heads don't divide 24 heads"),
+        ([*SHAPE, "--heads", "25"], "25 heads don't divide a width of 3072"),
+        ([*SHAPE, "--classes", "10"], "--classes works only with --vit"),
         ([*SHAPE, "--tokens", "4096"], "a batch of 4,096 tokens isn't a multiple of the sequence length, 8,192"),
         ([*SHAPE, "--context", "0"], "context is 0"),
-        ("--vit --width 8 --depth 2 --heads 2 --mlp-width 16 --patch-size 15".split(), "patches of 15 pixels do not"),
+        ("--vit --width 8 --depth 2 --heads 2 --mlp-width 16 --patch-size 15".split(), "patches of 15 pixels don't"),
         (
             "--vit --width 8 --depth 2 --heads 2 --mlp-width 16 --vocabulary 9".split(),
-            "--vocabulary belongs to --llama",
+            "--vocabulary works only with --llama",
         ),
     ],
 )

@@ -15,21 +15,18 @@ import torch
 import workers_for_tests as workers
 from torchvision.datasets import MNIST
 
-from fsdp_helpers.data import mnist
-from fsdp_helpers.data.images import (
-    Split,
+from fsdp_helpers.data import source
+from fsdp_helpers.data.images import Split, epoch_order, evaluation_batches, load_data, normalize, rank_batches
+from fsdp_helpers.data.source import (
+    FAILED_DOWNLOAD,
+    MNIST_FILES,
+    DataError,
     describe_source,
-    epoch_order,
-    evaluation_batches,
     find_data_dir,
-    load_data,
-    normalize,
     num_train_images,
     offline,
     prepare_data,
-    rank_batches,
 )
-from fsdp_helpers.data.mnist import FAILED_DOWNLOAD, MNIST_FILES, DataError
 from fsdp_helpers.ranks.launch import launch
 
 NAMES = [name for name, _ in MNIST.resources]
@@ -101,7 +98,7 @@ def small_packed(monkeypatch) -> dict[str, bytes]:
     files = small_files()
     packed = {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in files.items()}
     expected = {name: (len(content), md5_of(content)) for name, content in files.items()}
-    monkeypatch.setattr(mnist, "MNIST_FILES", expected)
+    monkeypatch.setattr(source, "MNIST_FILES", expected)
     monkeypatch.setattr(MNIST, "resources", [(name, md5_of(packed[name])) for name in NAMES])
     return packed
 
@@ -153,7 +150,7 @@ def test_downloaded_once(mirror, tmp_path):
 
 def test_two_processes_starting_together_download_once(mirror, tmp_path):
     sources = launch(
-        workers.prepare_together, tmp_path, mirror.url, MNIST.resources, mnist.MNIST_FILES, world_size=2, device="cpu"
+        workers.prepare_together, tmp_path, mirror.url, MNIST.resources, source.MNIST_FILES, world_size=2, device="cpu"
     )
     assert sources == ["mnist", "mnist"]
     assert mirror.gets == dict.fromkeys(NAMES, 1)
@@ -176,14 +173,14 @@ def test_packed_files_in_place_are_used(packed_mnist, tmp_path):
 
 def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
     mirror.files[SMALL] = b"x" + mirror.files[SMALL][1:]
-    with pytest.raises(DataError, match=f"{SMALL} arrived damaged .*mirror is at fault"):
+    with pytest.raises(DataError, match=f"the download of {SMALL} is damaged .*mirror is at fault"):
         prepare_data(tmp_path)
     assert left_over(tmp_path) == []  # nothing that a later run could take for whole
 
 
 def test_download_cut_short(mirror, tmp_path):
     mirror.files[NAMES[0]] = mirror.files[NAMES[0]][:30]
-    with pytest.raises(DataError, match=rf"{NAMES[0]} arrived damaged \(30 bytes"):
+    with pytest.raises(DataError, match=rf"the download of {NAMES[0]} is damaged \(30 bytes"):
         prepare_data(tmp_path)
     assert left_over(tmp_path) == []
 
@@ -218,7 +215,7 @@ def test_the_note_of_a_failed_download_can_be_deleted(mirror, tmp_path):
     assert prepare_data(tmp_path) == "digits"
     mirror.files.update(files)
     assert prepare_data(tmp_path) == "digits"
-    assert f"to try at once, delete {tmp_path.name}/{FAILED_DOWNLOAD}." in describe_source("digits", tmp_path)
+    assert f"to try again now, delete {tmp_path.name}/{FAILED_DOWNLOAD}." in describe_source("digits", tmp_path)
     (tmp_path / FAILED_DOWNLOAD).unlink()
     assert prepare_data(tmp_path) == "mnist"
 
@@ -273,8 +270,8 @@ def test_offline_means_the_digits_also_where_mnist_is(small_mnist, monkeypatch):
 
 def test_contents_are_hashed_once_and_not_by_every_rank(small_mnist, monkeypatch):
     hashed = []
-    md5 = mnist._md5
-    monkeypatch.setattr(mnist, "_md5", lambda path: hashed.append(path.name) or md5(path))
+    md5 = source._md5
+    monkeypatch.setattr(source, "_md5", lambda path: hashed.append(path.name) or md5(path))
     assert prepare_data(small_mnist) == "mnist"
     assert sorted(hashed) == sorted(MNIST_FILES)
     for _ in range(3):  # as three ranks do
@@ -331,7 +328,7 @@ def test_read_only_folder_with_mnist_is_fine(mnist_dir, monkeypatch):
         raise AssertionError("wrote to a folder that has all it needs")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    monkeypatch.setattr("fsdp_helpers.data.mnist.FileLock", refuse)
+    monkeypatch.setattr("fsdp_helpers.data.source.FileLock", refuse)
     assert prepare_data(mnist_dir) == "mnist"
 
 

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from fsdp_helpers.data.mnist import DataError
+from fsdp_helpers.data.source import DataError
 from fsdp_helpers.data.text import read_text, reference_text, text_dataset
 
 
@@ -35,5 +35,7 @@ def test_the_reference_text_is_english():
 
 
 def test_a_text_that_cannot_be_read(tmp_path):
-    with pytest.raises(DataError, match="nothing-here cannot be read .No such file or directory.; give a file with"):
+    with pytest.raises(
+        DataError, match="nothing-here can't be read .No such file or directory.; give a readable file with"
+    ):
         read_text(str(tmp_path / "nothing-here"))

@@ -37,7 +37,8 @@ from fsdp_helpers.checkpointing.checkpoint import save
 from fsdp_helpers.checkpointing.consolidate import consolidate
 from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data.images import find_data_dir, load_data, prepare_data, rank_batches
+from fsdp_helpers.data.images import load_data, rank_batches
+from fsdp_helpers.data.source import find_data_dir, prepare_data
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.quantities import MB

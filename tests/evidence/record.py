@@ -10,7 +10,7 @@ import network
 import slurm
 from leftovers import PROJECT
 
-from fsdp_helpers.ranks.group import device_name
+from fsdp_helpers.gpus import device_name
 from fsdp_helpers.training.worker import time_stamp, versions
 
 REFERENCE = PROJECT / "notebooks" / "reference"

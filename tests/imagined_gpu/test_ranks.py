@@ -16,7 +16,7 @@ import json
 import torch
 from workers_for_tests import train_all
 from fsdp_helpers.config import APIS, TrainConfig
-from fsdp_helpers.data.images import prepare_data
+from fsdp_helpers.data.source import prepare_data
 from fsdp_helpers.ranks.launch import launch
 
 if __name__ == "__main__":
@@ -109,7 +109,7 @@ def test_under_torchrun(gpus, run_beside, api, tmp_path):
 def test_a_stopped_rank_is_named_within_the_time_out(gpus, run_python):
     """In the group of a mesh: beside a visible GPU that would be a new one, with a time-out of half an hour."""
     line = run_python(STOPPED, gpus.environment()).strip()
-    assert line.startswith("RankError") and "rank 1 did not answer within 6 s" in line
+    assert line.startswith("RankError") and "rank 1 didn't answer within 6 s" in line
     assert gpus.touched() == []
 
 

@@ -130,7 +130,7 @@ def test_what_a_batch_may_be():
     assert num_samples({"a": torch.zeros(3, 2), "b": [torch.zeros(3), "text"]}) == 3
     assert num_samples({"positions": torch.zeros(64), "tokens": torch.zeros(4, 64), "mask": torch.zeros(1, 64)}) == 4
     for bad in (torch.tensor(1.0), [torch.zeros(2), torch.zeros(3)], "none"):
-        with pytest.raises(ValueError, match="all need the same number of samples, at least one"):
+        with pytest.raises(ValueError, match="all must have the same number, at least one"):
             num_samples(bad)
     images, labels, name = first_samples((torch.zeros(4, 2), torch.zeros(4, dtype=torch.long), "x"), 2, torch.bfloat16)
     assert (images.shape, images.dtype, labels.dtype, name) == ((2, 2), torch.bfloat16, torch.long, "x")
@@ -302,5 +302,5 @@ def test_what_cannot_be_planned_is_refused_with_a_reason(factory, batch, setting
 def test_without_units_a_plan_that_does_not_fit_gets_advice():
     normed = lambda: nn.Sequential(nn.Conv1d(16, 32, 3), nn.BatchNorm1d(32), nn.Conv1d(32, 8, 1))  # noqa: E731
     _, said = plan_model(normed, torch.randn(4, 16, 8), world_size=2, device_memory_gb=1e-6, allowance_gb=0)
-    assert said.startswith("It does not fit")
+    assert said.startswith("It doesn't fit")
     assert "recompute" not in said and "bf16" not in said  # there are no units, and batch norms refuse bf16

@@ -83,7 +83,7 @@ def test_real_ranks_agree(run):
 
 def test_a_torch_that_cannot_imagine_the_others(monkeypatch):
     monkeypatch.setattr(rank_of_n, "LIKE_THIS_ONE", "no_such_option")
-    with pytest.raises(RuntimeError, match="cannot imagine DDP's other ranks"):
+    with pytest.raises(RuntimeError, match="can't fake DDP's other ranks"):
         measure_rank_of_n(settings(4, strategy="ddp"), 4)
     assert not dist.is_initialized()
 
@@ -114,7 +114,7 @@ def test_a_release_that_moved_the_fake_group(monkeypatch):
 
 
 def test_what_cannot_be_measured():
-    with pytest.raises(ValueError, match="micro_batches is 2; a step is measured with one"):
+    with pytest.raises(ValueError, match="micro_batches is 2, but steps are measured with only one"):
         measure_rank_of_n(settings(8, strategy="fsdp", micro_batches=2), 8)
     with pytest.raises(ValueError, match="sharding 'hybrid' needs"):
         measure_rank_of_n(settings(3, strategy="fsdp", sharding="hybrid"), 3)

@@ -176,7 +176,7 @@ def test_a_shape_survives_its_config(shape):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 without low_freq_factor"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        ({"head_dim": 8}, "head_dim 8 x 4 heads is not the hidden_size 16"),
+        ({"head_dim": 8}, "head_dim 8 x 4 heads isn't the hidden_size, 16"),
     ],
 )
 def test_what_a_plain_llama_does_not_have_is_refused(change, complaint):
@@ -217,11 +217,11 @@ def test_logits_of_transformers(shape):
 @pytest.mark.parametrize(
     "flags, complaint",
     [
-        (["--text", "some.txt"], "text belongs to model 'llama', but model is 'shallow'"),
-        (["--model", "llama", "--text", "not-there.txt"], "the text not-there.txt cannot be read"),
+        (["--text", "some.txt"], "text is only for model 'llama', but model is 'shallow'"),
+        (["--model", "llama", "--text", "not-there.txt"], "the text not-there.txt can't be read"),
         (["--model", "llama", "--text", "short.txt"], "5 bytes, which isn't enough for 10 sequences of 128"),
         (["--model", "llama", "--export", "there"], "there already exists"),
-        (["--model", "llama", "--global-batch-size", "100000"], "training sequences do not fill one global batch"),
+        (["--model", "llama", "--global-batch-size", "100000"], "training sequences don't fill one global batch"),
     ],
 )
 def test_bad_input_is_one_line(flags, complaint, tmp_path, monkeypatch, capsys):

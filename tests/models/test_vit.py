@@ -75,7 +75,7 @@ def test_norm_comes_first():
 
 def test_shapes_that_cannot_be():
     shape = VIT_SHAPES["vit-mnist"]
-    with pytest.raises(ValueError, match="28 pixels aren't divisible into patches of 5"):
+    with pytest.raises(ValueError, match="28 pixels can't be divided into patches of 5"):
         ViT(replace(shape, patch_size=5))
     with pytest.raises(ValueError, match="a width of 64 isn't divisible by 5 heads"):
         ViT(replace(shape, num_heads=5))

@@ -3,7 +3,16 @@
 import pytest
 from chapters import CellError, Chapter
 
-MOVED = ["fsdp2-shard", "fsdp2-step", "fsdp2-evaluate", "fsdp2-loop", "read-ddp", "load-ddp", "save-like-ddp"]
+MOVED = [
+    "fsdp2-shard",
+    "fsdp2-step",
+    "count-reductions",
+    "fsdp2-evaluate",
+    "fsdp2-loop",
+    "read-ddp",
+    "load-ddp",
+    "save-like-ddp",
+]
 GO_ON = """
 import importlib, fsdp2_job
 importlib.reload(fsdp2_job)
@@ -43,6 +52,26 @@ def test_the_moved_job_goes_on(chapter):
 )
 def test_a_line_left_out(chapter, cell, line, instead, differs):
     assert go_on(chapter, {cell: (line, instead)})[differs] > 1e-3
+
+
+@pytest.mark.parametrize(
+    "cell, line, instead, reductions",
+    [
+        ("fsdp2-step", "        model.set_requires_gradient_sync(index == len(parts) - 1)\n", "", 10),
+        ("fsdp2-shard", "        fully_shard(block, mesh=mesh)", "        pass", 1),
+    ],
+    ids=["in every micro-batch", "in one unit"],
+)
+def test_each_unit_is_reduced_once_in_a_step(chapter, cell, line, instead, reductions):
+    assert count_reductions(chapter) == 5
+    assert count_reductions(chapter, {cell: (line, instead)}) == reductions
+
+
+def count_reductions(chapter, changes=None) -> int:
+    chapter.run_all(MOVED, changes)
+    chapter.execute("import importlib, fsdp2_job\nimportlib.reload(fsdp2_job)")
+    job = "fsdp2_job.count_reductions, world_size=NUM_RANKS, device='cpu', progress=False"
+    return chapter.value(f"launch({job})[0]")
 
 
 @pytest.mark.long

@@ -37,5 +37,5 @@ def test_every_device_has_a_row():
 @pytest.mark.parametrize("name", ["v100", "t4"])
 def test_devices_without_bf16(name):
     for precision in ("bf16", "pure-bf16"):
-        with pytest.raises(ValueError, match="has no arithmetic in bf16; use --precision fp16"):
+        with pytest.raises(ValueError, match="doesn't support bf16; use --precision fp16"):
             Cluster.of(name, 8, precision)

@@ -129,7 +129,7 @@ def test_windows_shorten_attention():
 LLAMA = sizes(3072, 28, 24, 8, 8192, 128256, model_type="llama")
 ROUTED = sizes(64, 2, 4, 2, 128, 100, model_type="qwen3_moe", **experts(8, 2, 32))
 WRONG = [
-    ({"model_type": "bert"}, "model_type 'bert' is not one of llama, mistral"),
+    ({"model_type": "bert"}, "model_type 'bert' isn't one of llama, mistral"),
     ({"model_type": "bert"}, "own_plan.plan_model plans any model"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be 1 or more"),
     ({"vocab_size": "many"}, "no whole number for vocab_size"),
@@ -137,12 +137,12 @@ WRONG = [
     ({"num_attention_heads": 25}, "num_attention_heads 25 doesn't divide hidden_size 3072"),
     ({"num_key_value_heads": 7}, "num_key_value_heads 7 doesn't divide num_attention_heads 24"),
     ({"num_key_value_heads": 0}, "num_key_value_heads 0 doesn't divide"),
-    ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
+    ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be a JSON object"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3 without factor"),
-    ({"num_local_experts": 8}, "num_local_experts is 8, but a model_type 'llama' has no experts"),
+    ({"num_local_experts": 8}, "num_local_experts is 8, but model_type 'llama' has no experts"),
     (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-        "'bitsandbytes': quantized weights of 4",
+        "'bitsandbytes': weights quantized to 4",
     ),
     ({"quantization_config": "4bit"}, "quantization_config '4bit'"),
     (ROUTED | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8"),

@@ -5,6 +5,7 @@ import pytest
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.own_shards import own_rows, own_state, values_between
 from fsdp_helpers.planning.profile import StepProfile
+from fsdp_helpers.planning.walk.units import num_shards
 
 # 10 x 3 and 5 values: 35
 PROFILE = StepProfile(shapes={"a.weight": (10, 3), "a.bias": (5,)}, moments=())
@@ -44,3 +45,7 @@ def test_whole_copies():
 def test_all_shards_together_are_the_model(api, ranks):
     states = [own_state(PROFILE, TrainConfig(strategy="fsdp", api=api), ranks, rank=rank) for rank in range(ranks)]
     assert sum(state.total_bytes for state in states) == 16 * 35
+
+
+def test_ranks_that_share_one_copy():
+    assert [num_shards(sharding, 8) for sharding in ("full", "grad-op", "hybrid", "none")] == [8, 8, 4, 1]

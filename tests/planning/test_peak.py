@@ -157,7 +157,7 @@ def test_fsdp1_gives_frozen_values_beside_trained_ones_gradients():
     whole = two_layers()
     plain = tuple(moment for moment in whole.moments if (moment.event, moment.name) != ("gradient", "b.weight"))
     frozen = StepProfile(shapes=whole.shapes, moments=plain, frozen=frozenset({"b.weight"}))
-    with pytest.raises(ValueError, match="here, 1 frozen ones. But the step was measured with 0"):
+    with pytest.raises(ValueError, match="here, that.s 1 frozen ones, but the step was measured with 0"):
         peak(frozen, 2, strategy="fsdp", api="fsdp1")
     thawed = replace(frozen, thawed=frozenset({"b.weight"}), thawed_moments=whole.moments)
     # One unit of 1,280 bytes: shards 2 x 1,280 / 2 with a's moments, 640; gathered, both gradients, and these joined
@@ -298,7 +298,7 @@ def test_parts_between_the_first_and_the_last_are_counted_without_a_walk(api, sy
     cut = {"strategy": "fsdp-auto-wrap", "api": api, "micro_batches": 7, "sync_micro_batches": sync}
     config = TrainConfig(**cut, global_batch_size=7 * 16)
     short = walk_step(two_layers(kept=5_000), config, 16, UNITS)
-    monkeypatch.setattr(peak_module, "TELLING_PARTS", 7)
+    monkeypatch.setattr(peak_module, "WALKED_PARTS", 7)
     assert walk_step(two_layers(kept=5_000), config, 16, UNITS) == short
 
 
@@ -317,7 +317,7 @@ def test_the_terms_are_the_sum():
     assert found.rows() == [
         ("parameters: shards", "4 · 320 / 16", 80),
         ("optimizer: shards of two moments", "8 · 320 / 16", 160),
-        ("gathered: b", "4 · 160", 640),
+        ("unsharded: b", "4 · 160", 640),
         ("buffers: all-gather, a", "4 · 160", 640),
         ("buffers: gloo's copy, a", "4 · 160", 640),
         ("activations: kept and in flight", "measured", 10_000),

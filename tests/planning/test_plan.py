@@ -148,7 +148,7 @@ def test_ddp_sends_its_buckets():
 def test_it_fits():
     plan = make_plan(SUBJECT, SHARDED, cluster(memory=36_088))
     assert verdict(plan, SUBJECT) == (
-        "It fits: the peak of 31.1 kB and 0 B outside the count leave 5.00 kB free of the 36.1 kB of a device."
+        "It fits: the peak of 31.1 kB and the allowance of 0 B leave 5.00 kB of a device's 36.1 kB free."
     )
     assert changes_until_it_fits(plan, SUBJECT) == []
 
@@ -157,9 +157,11 @@ def test_what_costs_least_comes_first():
     # 31,088 in 30,000: bf16 halves what is gathered and kept, and is the first that fits; recomputing would, too.
     plan = make_plan(SUBJECT, SHARDED, cluster(memory=30_000))
     said = verdict(plan, SUBJECT)
-    assert said.startswith("It does not fit: the peak of 31.1 kB and 0 B outside the count are 1.09 kB more than")
-    assert "the largest part is activations with 20.0 kB; first all-gather and compute in bf16" in said
-    assert said.endswith("(peak 17.3 kB), and it fits.")
+    assert said.startswith(
+        "It doesn't fit: the peak of 31.1 kB and the allowance of 0 B exceed a device's 30.0 kB by 1.09 kB, and"
+    )
+    assert "the largest part is activations, 20.0 kB; first all-gather and compute in bf16" in said
+    assert said.endswith("(peak 17.3 kB); then it fits.")
 
 
 def test_one_change_after_the_other():
@@ -194,21 +196,21 @@ def test_nothing_helps():
     assert not changes_until_it_fits(plan, SUBJECT)[-1][1].fits
     said = verdict(plan, SUBJECT)
     # one image is left, recomputed, so what is too large is within a layer
-    assert "which is still too much: split the sequence or the layers" in said and "15_more_dimensions.ipynb" in said
+    assert "that's still too much, so split sequences or layers" in said and "15_more_dimensions.ipynb" in said
 
 
 @pytest.mark.parametrize(
     "settings, first",
     [
-        ({"strategy": "ddp"}, "shard it, a unit for each block"),
+        ({"strategy": "ddp"}, "shard it, with each block as a unit"),
         ({"strategy": "fsdp"}, "make each block a unit"),
         ({"sharding": "grad-op"}, "all-gather and compute in bf16"),
-        ({"sharding": "grad-op", "precision": "bf16"}, "shard everything over all ranks"),
+        ({"sharding": "grad-op", "precision": "bf16"}, "shard everything across all ranks"),
         ({"precision": "bf16"}, "recompute each block"),
         ({"precision": "bf16", "activation_checkpointing": "units"}, "halve a rank's batch to 2 image"),
-        ({"precision": "bf16", "activation_checkpointing": "units", "batch": 1}, "keep Adam's moments in 8 bits"),
-        ({"precision": "bf16", "activation_checkpointing": "units", "batch": 1, "optimizer": "sgd"}, "take 16 ranks"),
-        ({"micro_batches": 2, "sync_micro_batches": False}, "reduce gradients after every part"),
+        ({"precision": "bf16", "activation_checkpointing": "units", "batch": 1}, "use 8-bit moments for Adam"),
+        ({"precision": "bf16", "activation_checkpointing": "units", "batch": 1, "optimizer": "sgd"}, "use 16 ranks"),
+        ({"micro_batches": 2, "sync_micro_batches": False}, "reduce gradients after every micro-batch"),
     ],
 )
 def test_what_is_left_to_change(settings, first):
@@ -222,15 +224,15 @@ def test_nothing_is_offered_that_is_there_already_or_cannot_be():
         return [text.partition(" (--")[0] for text, _ in possible_changes(plan, SUBJECT)]
 
     recompute, halve = "recompute each block in backward", "halve a rank's batch to 10 image(s)"
-    eight_bits = "keep Adam's moments in 8 bits"
-    everything = ["all-gather and compute in bf16", recompute, halve, eight_bits, "take 4,096 ranks"]
+    eight_bits = "use 8-bit moments for Adam"
+    everything = ["all-gather and compute in bf16", recompute, halve, eight_bits, "use 4,096 ranks"]
     everything.append("keep shards in host memory")
     assert offered(SHARDED, 2048) == everything
     offloads = replace(SHARDED, strategy="fsdp-offload", precision="bf16")
-    pure = "keep everything in bf16, which loses small updates unless they are rounded stochastically"
+    pure = "keep everything in bf16, which loses small updates unless they're rounded stochastically"
     assert offered(offloads, 4096) == [recompute, halve, eight_bits, pure]  # no more ranks than that
     # One process cannot shard, two can; bf16 is an honest baseline for whole models too.
-    alone = ["shard it over 2 ranks, a unit for each block", "compute in bf16", recompute, halve, eight_bits]
+    alone = ["shard it across 2 ranks, with each block as a unit", "compute in bf16", recompute, halve, eight_bits]
     assert offered(Settings(batch=20, strategy="ddp"), 1) == alone
 
 
@@ -286,7 +288,9 @@ def test_ranks_that_do_not_go_with_the_settings():
         make_plan(SUBJECT, Settings(batch=1, sharding="hybrid", replicas=8), cluster())
     with pytest.raises(ValueError, match="unknown precision 'fp8'; choose one of fp32, bf16, fp16, pure-bf16"):
         Settings(batch=1, precision="fp8")
-    with pytest.raises(ValueError, match="world_size is 10,000,000,000; plans end at 1,048,576 ranks"):
+    with pytest.raises(
+        ValueError, match="world_size is 10,000,000,000; the most that can be planned is 1,048,576 ranks"
+    ):
         cluster(10**10)
 
 

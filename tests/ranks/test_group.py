@@ -18,12 +18,8 @@ from fsdp_helpers.ranks import group
     ],
 )
 def test_a_rank_gets_its_share_of_its_own_machine(ranks_here, ranks_elsewhere, expected, monkeypatch):
-    def all_gather_object(hosts, own):
-        hosts[:] = [own] * ranks_here + ["elsewhere"] * ranks_elsewhere
-
     shares = []
-    monkeypatch.setattr(dist, "get_world_size", lambda: ranks_here + ranks_elsewhere)
-    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(group, "gather_over_ranks", lambda own: [own] * ranks_here + ["elsewhere"] * ranks_elsewhere)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     monkeypatch.setattr(group, "num_cores", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", shares.append)

@@ -21,7 +21,6 @@ import torch
 from programs import is_running, running_python, wait_until
 
 from fsdp_helpers.ranks.errors import Answer, Failure
-from fsdp_helpers.ranks.hangs import HangDetector
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
 from fsdp_helpers.ranks.processes import Processes
 
@@ -110,7 +109,7 @@ class Told(Processes):
     """Processes that never started; what they say is given: (after how many seconds, rank, its failure or exit code)."""
 
     def __init__(self, *said: tuple[float, int, Failure | int]) -> None:
-        self.world_size, self.number, self.hang = len(said), 1, HangDetector(None)
+        self.world_size, self.number, self.stall_s = len(said), 1, None
         self.answers, self.ends, self._processes = {}, {}, [SimpleNamespace(pid=0)] * len(said)
         self._said, self._began_s = sorted(said, key=lambda one: one[0]), time.monotonic()
 

@@ -183,10 +183,18 @@ def test_ranks_have_the_environment_of_the_moment_when_they_are_opened(two, monk
 def test_ranks_that_were_killed_between_two_cells(ranks, capsys):
     os.kill(ranks.pids[1], signal.SIGKILL)
     assert wait_until(lambda: not ranks._processes._processes[1].is_alive())  # the server has told this process
-    ranks.run("rank")
-    output = capsys.readouterr()
-    assert output.out == "rank 0: 0\nrank 1: 1\n"
-    assert output.err.startswith("Rank 1 had ended: the process was ended by SIGKILL") and RESTARTED in output.err
+    with pytest.raises(RankError, match="rank 1 of 2 failed: the process was ended by SIGKILL") as caught:
+        ranks.run("rank")
+    assert str(caught.value).endswith(RESTARTED)
+    capsys.readouterr()
+    assert shown(ranks, capsys, "rank") == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_a_variable_of_a_rank_that_has_ended(ranks):
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 0 of 2 failed: the process was ended by SIGKILL"):
+        ranks["rank"]
+    assert ranks["rank"] == [0, 1]
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
@@ -225,7 +233,7 @@ def test_ranks_that_nobody_has_any_more_end(two):
     (pid,) = ranks.pids
     ranks = None
     assert wait_until(lambda: has_ended(pid))
-    assert live.opened_last() is two
+    assert live.open_ranks()[-1] is two
 
 
 # ---------------------------------------------------------------- cells that fail
@@ -254,6 +262,13 @@ FAILURES = {  # the cell, the ranks that it runs on, what its error says, and th
         None,
         ["rank 0 of 2 failed: ZeroDivisionError", "rank 1 was at cell", "line 4"],
         KEPT,
+    ),
+    "on one rank, while the other does not let itself be interrupted": (
+        "import time\nif rank == 0:\n    1 / 0\nwhile True:\n    try:\n        time.sleep(600)\n"
+        "    except KeyboardInterrupt:\n        pass",
+        None,
+        ["rank 0 of 2 failed: ZeroDivisionError", "rank 1 was at cell", "line 6"],
+        RESTARTED,
     ),
     "a forgotten collective": (
         "if rank == 0:\n    dist.all_reduce(torch.ones(1))",

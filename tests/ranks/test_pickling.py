@@ -9,7 +9,7 @@ from typing import Any
 import launch_workers as workers
 import pytest
 
-from fsdp_helpers.ranks.pickling import check_worker, dumps_named, pickle_job, read_job
+from fsdp_helpers.ranks.launch import check_worker, dumps_named, pickle_job, read_job
 
 
 @dataclass
@@ -76,10 +76,10 @@ def test_a_class_of_a_script_may_be_sent(notebook, tmp_path):
 def test_an_argument_that_cannot_be_sent_is_named(args, name, kind):
     with pytest.raises(ValueError) as caught:
         pickle_job(worker, tuple(args))
-    assert str(caught.value).startswith(f"{name} is of type {kind} and cannot be sent to another process: ")
+    assert str(caught.value).startswith(f"{name} is of type {kind} and can't be sent to another process: ")
     assert "Pass plain values instead" in str(caught.value)
 
 
 def test_a_result_that_cannot_be_sent_is_named():
-    with pytest.raises(ValueError, match="the result of 'worker' is of type builtins.tuple and cannot be sent .*lock"):
+    with pytest.raises(ValueError, match="the result of 'worker' is of type builtins.tuple and can't be sent .*lock"):
         dumps_named((0, threading.Lock()), "the result of 'worker'")

@@ -3,18 +3,18 @@
 import launch_workers as workers
 import pytest
 
-from fsdp_helpers.ranks import roll_call
+from fsdp_helpers.ranks import group
 from fsdp_helpers.ranks.launch import RankError, launch
 
 
 @pytest.mark.parametrize("timeout_s, expected_s", [(1800.0, 5.0), (8.0, 2.0), (1.0, 0.25)])
 def test_the_roll_call_takes_a_quarter_and_at_most_five_seconds(timeout_s, expected_s):
-    assert roll_call.roll_call_s(timeout_s) == expected_s
+    assert group.roll_call_s(timeout_s) == expected_s
 
 
 def test_a_rank_that_is_stopped_is_named():
     """Also where it is missed in a group of two of the four ranks; in that of all ranks: test_torchrun."""
-    with pytest.raises(RankError, match="rank 1 did not answer within 8 s") as error:
+    with pytest.raises(RankError, match="rank 1 didn't answer within 8 s") as error:
         launch(workers.stop_rank_1, "hybrid", world_size=4, device="cpu", group_timeout_s=8.0, timeout_s=240)
     assert error.value.rank != 1
 
@@ -44,28 +44,28 @@ def test_a_time_out_that_is_none_is_refused(timeout_s):
     ],
 )
 def test_errors_of_both_libraries_are_known(words, monkeypatch):
-    monkeypatch.setattr(roll_call, "gather_over_ranks", lambda own: [own, own])
-    monkeypatch.setattr(roll_call, "call_the_roll", lambda rank, world_size, wait_s: [1])
-    monkeypatch.setattr(roll_call.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(roll_call.dist, "get_world_size", lambda: 2)
-    with pytest.raises(roll_call.SilentRanks, match="rank 1 did not answer"), roll_call.silent_ranks_named(4.0):
+    monkeypatch.setattr(group, "gather_over_ranks", lambda own: [own, own])
+    monkeypatch.setattr(group, "call_the_roll", lambda rank, world_size, wait_s: [1])
+    monkeypatch.setattr(group.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(group.dist, "get_world_size", lambda: 2)
+    with pytest.raises(group.SilentRanks, match="rank 1 stopped answering"), group.silent_ranks_named(4.0):
         raise RuntimeError(words)
 
 
-@pytest.mark.parametrize("waited_s, said", [(0.0, "did not answer any more"), (4.0, "did not answer within 4 s")])
+@pytest.mark.parametrize("waited_s, said", [(0.0, "stopped answering"), (4.0, "didn't answer within 4 s")])
 def test_a_connection_that_breaks_at_once_is_no_time_out(waited_s, said, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(roll_call.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(roll_call, "call_the_roll", lambda rank, world_size, wait_s: [1])
-    monkeypatch.setattr(roll_call.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(roll_call.dist, "get_world_size", lambda: 2)
-    with pytest.raises(roll_call.SilentRanks, match=f"rank 1 {said}"), roll_call.silent_ranks_named(4.0):
+    monkeypatch.setattr(group.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(group, "call_the_roll", lambda rank, world_size, wait_s: [1])
+    monkeypatch.setattr(group.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(group.dist, "get_world_size", lambda: 2)
+    with pytest.raises(group.SilentRanks, match=f"rank 1 {said}"), group.silent_ranks_named(4.0):
         clock[0] += waited_s
         raise RuntimeError("gloo: Connection closed by peer")
 
 
 def test_an_error_of_its_own_calls_no_roll(monkeypatch):
-    monkeypatch.setattr(roll_call, "gather_over_ranks", lambda own: [own, own])
-    monkeypatch.setattr(roll_call, "call_the_roll", lambda *_: pytest.fail("the roll was called"))
-    with pytest.raises(RuntimeError, match="CUDA out of memory"), roll_call.silent_ranks_named(4.0):
+    monkeypatch.setattr(group, "gather_over_ranks", lambda own: [own, own])
+    monkeypatch.setattr(group, "call_the_roll", lambda *_: pytest.fail("the roll was called"))
+    with pytest.raises(RuntimeError, match="CUDA out of memory"), group.silent_ranks_named(4.0):
         raise RuntimeError("CUDA out of memory")

@@ -55,7 +55,7 @@ def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
     assert last.startswith("RuntimeError: my_script.py has no main guard: ") and '`if __name__ == "__main__":`' in last
 
 
-def leave_without_a_main_guard(rank, setup, send, link):
+def leave_without_a_main_guard(rank, world_size, group, send, link):
     """As such a rank ends, but slowly: its link closes long before its process is gone."""
     link.close()
     time.sleep(0.3)

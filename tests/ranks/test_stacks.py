@@ -58,16 +58,15 @@ def test_a_rank_that_has_written_nothing_is_still_starting():
 
 ALONE = """
 import site, sys
-from pathlib import Path
 
 site.addsitedir(sys.argv[1])
 sys.path.insert(0, sys.path.pop())  # what the .pth file names comes first
 import torch.distributed as dist
 from fsdp_helpers.ranks import stacks
 
-with stacks.written_on_request(Path(sys.argv[2])):
-    print(dist.__file__, flush=True)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}-meeting", rank=0, world_size=2)
+stacks.write_on_request(sys.argv[1], rank=0)
+print(dist.__file__, flush=True)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meeting", rank=0, world_size=2)
 """
 
 
@@ -77,7 +76,7 @@ def test_torch_that_a_pth_file_leads_to(tmp_path):
     (tmp_path / "elsewhere" / "torch").symlink_to(Path(torch.__file__).parent)
     (tmp_path / "base.pth").write_text(f"{tmp_path / 'elsewhere'}\n")
     (tmp_path / "alone.py").write_text(ALONE)
-    command = [sys.executable, tmp_path / "alone.py", tmp_path, tmp_path / "stack"]
+    command = [sys.executable, tmp_path / "alone.py", tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
         try:
             assert rank.stdout.readline().startswith(str(tmp_path / "elsewhere"))
@@ -91,4 +90,4 @@ def test_torch_that_a_pth_file_leads_to(tmp_path):
 
 
 def ask_one(pid: int, folder: Path) -> str:
-    return stacks.ask({pid: folder / "stack"})[pid]
+    return stacks.ask(str(folder), {0: pid})[0]

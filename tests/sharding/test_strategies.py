@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.measuring.rank_of_n import fake_group
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.planning.traffic import padded_params, step_sent_bytes
+from fsdp_helpers.planning.traffic import collective_sent_bytes, padded_params
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RankRecord, RunRecord
 from fsdp_helpers.sharding import strategies
@@ -236,13 +236,23 @@ def padded_units(api: str, world_size: int, *, wrapped: bool) -> list[int]:
     return [padded_params(api, unit, world_size) for unit in (root, *shapes.values())]
 
 
+def sent_bytes(units: list[int], num_ranks: int) -> int:
+    """What a rank sends in a step: the root is gathered once, other units twice, and everything is reduced once.
+
+    S. Rajbhandari et al. 2020, arXiv:1910.02054, section 7: 3 P with everything sharded, 2 P with one unit, as with DDP.
+    """
+    root, total = units[0], sum(units)
+    gathered = collective_sent_bytes("all_gather", 4 * (root + 2 * (total - root)), num_ranks)
+    return gathered + collective_sent_bytes("reduce_scatter", 4 * total, num_ranks)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("strategy, api", ONE_UNIT + AUTO_WRAP)
 def test_fsdp_sends_what_the_formula_says(strategy, api, world_size, run):
     """Neither 3 nor 4 ranks divide 1,199,882 parameters, nor all numbers of rows: padding counts, to the byte."""
     units = padded_units(api, world_size, wrapped=strategy == "fsdp-auto-wrap")
     for rank in run(strategy, api, world_size, **FEW_STEPS[world_size]).ranks:
-        assert sum(seen.sent_bytes for seen in rank.collectives) == step_sent_bytes(strategy, units, world_size)
+        assert sum(seen.sent_bytes for seen in rank.collectives) == sent_bytes(units, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -250,7 +260,9 @@ def test_ddp_sends_what_the_formula_says(world_size, run):
     for rank in run("ddp", world_size=world_size, **FEW_STEPS[world_size]).ranks:
         sent = sum(seen.sent_bytes for seen in rank.collectives)
         # Each bucket is rounded to whole bytes by itself
-        assert abs(sent - step_sent_bytes("ddp", [P_SHALLOW], world_size)) < sum(c.count for c in rank.collectives)
+        assert abs(sent - collective_sent_bytes("all_reduce", 4 * P_SHALLOW, world_size)) < sum(
+            c.count for c in rank.collectives
+        )
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -269,7 +281,7 @@ def test_hybrid_sends_within_its_groups(api, run):
     units = padded_units(api, 2, wrapped=True)
     for rank in run("fsdp-auto-wrap", api, 4, sharding="hybrid", **FEW_STEPS[4]).ranks:
         sent = {seen.op: seen.sent_bytes for seen in rank.collectives}
-        assert sent["all_gather"] + sent["reduce_scatter"] == step_sent_bytes("fsdp-auto-wrap", units, 2)
+        assert sent["all_gather"] + sent["reduce_scatter"] == sent_bytes(units, 2)
         assert sent["all_reduce"] == 4 * sum(units) // 2
 
 

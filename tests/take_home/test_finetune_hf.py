@@ -399,7 +399,7 @@ def test_models_that_do_not_fit(tmp_path, capsys, home):
     message = refused(capsys, SCRIPT.match_files, model, home / "llama", lacking)
     assert "lack 1 tensors (model.norm.weight)" in message and "have 1 that the model lacks (odd)" in message
     odd = files | {"model.norm.weight": SCRIPT.FileTensor(file=1, dtype=torch.float32, shape=(31,))}
-    assert "(31,), and (32,)" in refused(capsys, SCRIPT.match_files, model, home / "llama", odd)
+    assert "(31,), but (32,)" in refused(capsys, SCRIPT.match_files, model, home / "llama", odd)
     assert "no such class" in refused(capsys, SCRIPT.find_units, model, "Layer")
     assert list(SCRIPT.find_units(model, "LlamaMLP")) == [f"model.layers.{index}.mlp" for index in range(3)]
 
@@ -501,7 +501,7 @@ def test_settings_as_words(capsys, monkeypatch):
     for name, value in {"LOCAL_WORLD_SIZE": "2", "RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}.items():
         monkeypatch.setenv(name, value)
     assert SCRIPT.choose_device() == torch.device("cpu")
-    assert "ATTENTION: 2 ranks and 1 GPUs here: training on the CPU" in capsys.readouterr().out
+    assert "ATTENTION: 2 ranks but only 1 GPU(s) here; training on the CPU" in capsys.readouterr().out
 
 
 def test_the_learning_rate_worked_by_hand():
@@ -554,7 +554,7 @@ def test_a_full_disk_ends_the_run_in_one_line(home, tmp_path):
     words = [home / "llama", home / "text.txt", "--out", tmp_path / "run", *SETTINGS]
     with hf_job(tmp_path, words, 1, **killed_at.variables(tmp_path, (killed_at.WRITE, 2, "disk"))) as job:
         assert job.wait() != 0
-        assert_one_line(job, "step 8 cannot be saved (No space left on device)")
+        assert_one_line(job, "step 8 can't be saved (No space left on device)")
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000004"]
 
 
@@ -634,7 +634,7 @@ def test_the_saved_run_of_13(tmp_path):
     [
         (("^open .*/unfinished-settings.json", 1, "disk"), "No space left on device"),
         (("^open .*/log.jsonl", 3, "disk"), "No space left on device"),
-        ((killed_at.JOIN, 1, "disk"), "the model cannot be written (No space left on device)"),
+        ((killed_at.JOIN, 1, "disk"), "the model can't be written (No space left on device)"),
         ((killed_at.COPY, 1, "disk"), "No space left on device"),
     ],
 )

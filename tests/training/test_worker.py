@@ -62,7 +62,7 @@ def tiny(digits_dir) -> TrainConfig:
 def test_every_rank_is_told_where_ranks_disagree(tiny, tmp_path):
     for said in launch(answer_to_each_disagreement, tiny, str(tmp_path), world_size=2, device="cpu", timeout_s=120):
         assert said["data"].startswith("DataError: some ranks find MNIST and others don't; give every machine the same")
-        assert said["folder"].startswith("CheckpointError: not all ranks see the same files in ")
+        assert said["folder"].startswith("CheckpointError: the ranks don't all see the same files in ")
         assert said["save"] == "CheckpointError: nothing was saved: no space is left for it"
     assert list(tmp_path.iterdir()) == []
 

@@ -31,7 +31,7 @@ def script(monkeypatch, tmp_path):
 
 
 def test_a_missing_environment_is_one_sentence(nowhere, tmp_path):
-    with pytest.raises(xla.XlaMissing, match="`make xla` installs it") as caught:
+    with pytest.raises(xla.XlaMissing, match="run `make xla`") as caught:
         xla.run_script("train", tmp_path, {})
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == []
@@ -41,7 +41,7 @@ def test_the_variable_names_the_interpreter(nowhere, monkeypatch):
     monkeypatch.setenv(xla.VARIABLE, sys.executable)
     assert xla.find_python() == Path(sys.executable)
     monkeypatch.setenv(xla.VARIABLE, "/nowhere/python")  # a wish that cannot be met is no missing environment
-    with pytest.raises(ValueError, match="names /nowhere/python, and there is no such file"):
+    with pytest.raises(ValueError, match="names /nowhere/python, but there is no such file"):
         xla.find_python()
 
 
@@ -82,7 +82,7 @@ def test_temporary_files_of_an_aborted_script_are_in_its_folder(script, tmp_path
 def test_a_script_that_hangs_is_ended_with_all_that_it_started(script, tmp_path):
     sleeper = "import time; time.sleep(600)"
     script(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {sleeper!r}])")
-    with pytest.raises(xla.XlaTimeout, match="still running after 2 s and was ended"):
+    with pytest.raises(xla.XlaTimeout, match="still running after 2 s and was stopped"):
         xla.run_script("lesson", tmp_path, {}, timeout_s=2)  # conftest.py fails this test if a process is left
 
 
@@ -135,7 +135,7 @@ def test_a_record_is_kept_and_recalled(nowhere, monkeypatch, tmp_path, capsys):
     again = xla.fresh_or_kept("lesson", xla.find_python)
     assert again == {"losses": [1.0, 0.5]}
     said = capsys.readouterr().out
-    assert said.startswith("PyTorch/XLA is not installed here") and "Below is the output saved on 20" in said
+    assert said.startswith("PyTorch/XLA isn't installed here") and "Below is the output saved on 20" in said
     assert said.count("\n") == 1
 
 

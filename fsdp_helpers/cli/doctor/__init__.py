@@ -1,1 +1,1 @@
-"""Checks of this machine, one line each."""
+"""Check this machine: one line for each check."""

@@ -1,4 +1,4 @@
-"""Checks of the Python environment: its versions, and whether Jupyter finds it."""
+"""Check the Python environment: its versions, and whether Jupyter finds it."""
 
 import importlib
 import importlib.metadata as metadata
@@ -14,7 +14,7 @@ from fsdp_helpers.cli.doctor.rows import Outcome, Unfit, note
 OLDEST_PYTHON = (3, 11)
 LOCK = Path(__file__).resolve().parents[3] / "requirements.lock"
 OURS = "fsdp-helpers"
-LOADED = ("torch", "torchvision")  # their compiled parts have to match
+LOADED = ("torch", "torchvision")  # their compiled parts have to match each other
 KERNEL = "python3"
 JUPYTER = ("jupyterlab", "ipykernel")
 WITH_NOTEBOOKS = "`pip install '.[notebooks]'`"
@@ -23,15 +23,15 @@ INSTALL = "install again with `make lab`, or `pip install -r requirements.lock` 
 
 
 def python_is_new_enough() -> Outcome:
-    """Compare this interpreter with the oldest one we support."""
+    """Compare this interpreter's version with the oldest one we support."""
     version, oldest = platform.python_version(), ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info < OLDEST_PYTHON:
-        return Outcome(False, f"{version} is older than {oldest}; make a new environment: make lab PYTHON=python3.12")
+        return Outcome(False, f"{version} is older than {oldest}; make a new environment: `make lab PYTHON=python3.12`")
     return Outcome(True, version)
 
 
 def versions_fit() -> Outcome:
-    """Check that the requirements of our package, torch and torchvision are installed, and that the last two load."""
+    """Check that the requirements of this package, torch and torchvision are installed, and that the last two load."""
     problems = [problem for name in (OURS, *LOADED) for problem in unmet(name)]
     if problems:
         return Outcome(False, f"{'; '.join(problems)}; {INSTALL}")
@@ -39,18 +39,18 @@ def versions_fit() -> Outcome:
         try:
             importlib.import_module(name)
         except Exception as error:
-            return Outcome(False, f"{name} cannot be loaded ({type(error).__name__}: {error}); {INSTALL}")
+            return Outcome(False, f"{name} can't be loaded ({type(error).__name__}: {error}); {INSTALL}")
     return Outcome(True, ", ".join(f"{name} {metadata.version(name)}" for name in LOADED))
 
 
 def unmet(name: str) -> list[str]:
-    """Return, in words, which requirements of `name` this environment doesn't meet."""
+    """Return a sentence for each requirement of `name` that this environment doesn't meet."""
     from packaging.requirements import Requirement
 
     try:
         requirements = [Requirement(text) for text in metadata.requires(name) or []]
     except metadata.PackageNotFoundError:
-        return [] if name == OURS else [f"{name} is not installed"]  # ours may be used from its folder
+        return [] if name == OURS else [f"{name} isn't installed"]  # ours may be used from its folder
     wanted = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
     return [problem for requirement in wanted if (problem := why_unmet(name, requirement))]
 
@@ -60,7 +60,7 @@ def why_unmet(name: str, requirement: Any) -> str:
     try:
         found = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        return f"{name} needs {requirement.name}, which is not installed"
+        return f"{name} needs {requirement.name}, which isn't installed"
     if requirement.specifier.contains(found, prereleases=True):
         return ""
     return f"{name} needs {requirement.name}{requirement.specifier}, but {found} is installed"
@@ -78,12 +78,12 @@ def versions_as_locked() -> Outcome:
     if not other:
         return Outcome(True, f"the versions in requirements.lock, {len(locked)} packages")
     return note(
-        f"{len(other)} versions are not the tested ones, so results may differ in the last digits: {other[0]}, ..."
+        f"{len(other)} versions aren't the tested ones, so results may differ in the last digits: {other[0]}, ..."
     )
 
 
 def locked_versions(text: str) -> dict[str, str]:
-    """Return name -> version of each package in the lock file, for this machine."""
+    """Return name -> version for each package that the lock file has for this machine."""
     from packaging.markers import Marker
 
     found = {}
@@ -102,17 +102,17 @@ def version_or_none(name: str) -> str | None:
 
 
 def differs(installed: str | None, locked: str) -> bool:
-    """Compare versions, ignoring local parts such as +cpu; `versions_fit` reports missing packages."""
+    """Return True if the versions differ, ignoring suffixes such as +cpu; `versions_fit` reports missing packages."""
     return installed is not None and installed.partition("+")[0] != locked.partition("+")[0]
 
 
 def jupyter_finds_this_environment() -> Outcome:
-    """Ask Jupyter which interpreter the notebooks' kernel starts."""
+    """Ask Jupyter which interpreter the notebooks' kernel runs."""
     missing = [name for name in JUPYTER if importlib.util.find_spec(name) is None]
-    if missing == [*JUPYTER]:  # as after `pip install .`
+    if missing == [*JUPYTER]:  # for example after `pip install .`
         return note(f"not installed: commands and scripts work, notebooks don't; {WITH_NOTEBOOKS} installs it")
     if missing:
-        return Outcome(False, f"{' and '.join(missing)} cannot be imported; {INSTALL}")
+        return Outcome(False, f"{' and '.join(missing)} can't be imported; {INSTALL}")
     from jupyter_client.kernelspec import KernelSpecManager
 
     spec = KernelSpecManager().get_kernel_spec(KERNEL)
@@ -123,6 +123,6 @@ def jupyter_finds_this_environment() -> Outcome:
 
 
 def starts_this_python(command: str) -> bool:
-    """Return whether a kernel's command starts this Python: a bare name does, a path has to be in this environment."""
+    """Return True if a kernel's command starts this Python: a bare name does; a path must be in this environment."""
     path = Path(command)
     return not path.is_absolute() or path.parent == Path(sys.executable).parent

@@ -1,4 +1,4 @@
-"""Checks of this machine's GPUs: `python -m fsdp_helpers doctor --gpu` prints a table to paste into an issue.
+"""Check this machine's GPUs: `python -m fsdp_helpers doctor --gpu` prints a table to paste into an issue.
 
 Developers can also run `pytest -m gpu` in a clone.
 """
@@ -14,7 +14,7 @@ from fsdp_helpers.quantities import format_bytes
 LIMIT_S = 120.0
 SAME, SAME_IN_BF16 = 1e-5, 0.05  # the largest relative difference between losses
 LITTLE_FREE = 0.5  # of a GPU's memory
-# Asked in a child process, because a call to CUDA leaves a context of hundreds of MB behind.
+# These run in a child process, because a call to CUDA creates a context of hundreds of MB that stays.
 ASK = {
     "versions": "print(torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), "
     "'.'.join(map(str, torch.cuda.nccl.version())))",
@@ -25,7 +25,7 @@ ASK = {
 
 
 def ask(question: str) -> list[str]:
-    """Return the lines a child process answers with; raise a RuntimeError with the last line of its error."""
+    """Return the lines that a child process prints. If it fails, raise RuntimeError with the last line of its error."""
     import sys
 
     code = f"import torch; COUNT = torch.cuda.device_count(); {ASK[question]}"
@@ -36,7 +36,7 @@ def ask(question: str) -> list[str]:
 
 
 def count() -> int:
-    """Return the number of GPUs; raise Unfit if there are none, they're hidden, or torch is built without CUDA."""
+    """Return the number of GPUs. Raises Unfit if there are none, they're hidden, or torch is built without CUDA."""
     import torch
 
     if are_hidden():
@@ -51,7 +51,7 @@ def count() -> int:
 def usable() -> Outcome:
     found, problem = count(), find_gpus(1).problem
     return Outcome(
-        not problem, f"torch cannot use them: {problem}" if problem else f"{found}, and torch computes on the first"
+        not problem, f"torch can't use them: {problem}" if problem else f"{found}, and torch computes on the first"
     )
 
 
@@ -74,7 +74,9 @@ def memory() -> Outcome:
 def product() -> Outcome:
     count()
     difference = float(ask("product")[0])
-    return Outcome(difference < 1e-2, f"a matrix product differs from the CPU's by {difference:.1e}, relative")
+    return Outcome(
+        difference < 1e-2, f"a matrix product differs from the CPU's by {difference:.1e} of its largest value"
+    )
 
 
 def links() -> Outcome:
@@ -94,7 +96,8 @@ def collectives() -> Outcome:
     found = launch(collectives_on_device, world_size=count(), device="cuda", timeout_s=LIMIT_S, progress=False)
     right = found == expected_of_collectives("cuda", count())
     return Outcome(
-        right, "all-reduce, all-gather and reduce-scatter are right" if right else f"they are wrong: {found}"
+        right,
+        "all-reduce, all-gather and reduce-scatter return the right values" if right else f"wrong results: {found}",
     )
 
 

@@ -28,10 +28,10 @@ class Orphan:
 
 
 def processes_of_earlier_runs() -> Outcome:
-    """List processes that may be left over, as a note: only their owner knows whether they're still needed."""
+    """List processes that may be left over, but only as a note: only their owner knows if they're still needed."""
     left = list(orphans())
     if not left:
-        return Outcome(True, "no process of an earlier run")
+        return Outcome(True, "no processes from earlier runs")
     return note(f"{', '.join(map(str, left))}: the program that started it has ended; if it's yours, end it")
 
 
@@ -40,7 +40,7 @@ def orphans() -> Iterator[Orphan]:
     import psutil
 
     for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # it ended, or belongs to somebody else
+        with suppress(psutil.Error, OSError):  # it has ended, or belongs to someone else
             program, *arguments = process.cmdline() or [process.name()]
             command = " ".join([Path(program).name, *arguments])
             is_server = all(word in command for word in SERVER)
@@ -50,9 +50,9 @@ def orphans() -> Iterator[Orphan]:
 
 
 def is_orphan(process: Any) -> bool:
-    """Return True if the process is orphaned: its parent is the first process, or one that isn't Python.
+    """Return True if the process is an orphan: its parent is process 1, or isn't a Python process.
 
-    In a container the first process may be torchrun itself (`exec torchrun`), or the Python that started the ranks.
+    In a container, process 1 may be torchrun itself (`exec torchrun`), or the Python process that started the ranks.
     A rank's parent may also be a script that torchrun started; then the script's parent counts.
     """
     parent = process.parent()
@@ -77,5 +77,5 @@ def belongs_to_rank(process: Any) -> bool:
 
     try:
         return RANK_OF_TORCHRUN in process.environ()
-    except psutil.AccessDenied:  # somebody else's
+    except psutil.AccessDenied:  # it's someone else's
         return False

@@ -1,4 +1,4 @@
-"""Checks of the machine: cores, memory, files, data, GPU."""
+"""Check the machine: cores, memory, files, data, GPU."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from fsdp_helpers.cli.doctor.rows import Outcome, Unfit, note
 from fsdp_helpers.quantities import GB, MB, format_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_BYTES = 8 * MB  # a batch of 16 images of 224 x 224 pixels takes 10
+LEAST_SHARED_BYTES = 8 * MB  # a batch of 16 images of 224 x 224 pixels takes 10 MB
 DOCKERS_SHARED_BYTES = 64 * 2**20  # a container's default
 LARGER_SHARED = "start the container with --shm-size=1g or --ipc=host"
 LEAST_FILES, ENOUGH_FILES = 64, 1024
@@ -18,7 +18,7 @@ LARGEST_CHAPTER_BYTES = 7 * GB  # 04, with its 94 million parameters
 
 
 def cores() -> Outcome:
-    """Count the cores; one is enough, but slow."""
+    """Count the cores. One is enough, but slow."""
     from fsdp_helpers.ranks.group import num_cores
 
     count = num_cores()
@@ -28,7 +28,7 @@ def cores() -> Outcome:
 
 
 def memory() -> Outcome:
-    """Compare free memory with the notebooks' needs."""
+    """Compare the free memory with what the notebooks need."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -36,12 +36,12 @@ def memory() -> Outcome:
     if free < LEAST_MEMORY_BYTES:
         return Outcome(False, f"{found}, but two ranks need {format_bytes(LEAST_MEMORY_BYTES)}; close other programs")
     if free < LARGEST_CHAPTER_BYTES:
-        return note(f"{found}, enough for all but 04, which needs {format_bytes(LARGEST_CHAPTER_BYTES)}")
+        return note(f"{found}, enough for all notebooks except 04, which needs {format_bytes(LARGEST_CHAPTER_BYTES)}")
     return Outcome(True, found)
 
 
 def shared_memory() -> Outcome:
-    """Check for room in /dev/shm, through which data loaders and NCCL exchange buffers."""
+    """Check for free space in /dev/shm, through which data loaders and NCCL exchange buffers."""
     if not SHARED_MEMORY.is_dir():
         raise Unfit(f"{SHARED_MEMORY} doesn't exist on this system")
     room = shutil.disk_usage(SHARED_MEMORY)
@@ -55,7 +55,7 @@ def shared_memory() -> Outcome:
 
 
 def open_files() -> Outcome:
-    """Compare the limit on open files with the number that a launch and a data loader with workers open."""
+    """Compare the limit on open files with the number that a launch and a data loader with workers need."""
     try:
         import resource
     except ImportError:
@@ -66,7 +66,8 @@ def open_files() -> Outcome:
     remedy = f"`ulimit -n {4096 if most == resource.RLIM_INFINITY else min(4096, most)}` in this shell"
     if most == limit:
         remedy = (
-            "no shell may raise it: `nofile` in /etc/security/limits.conf, or a container with --ulimit nofile=4096"
+            "a shell can't raise it: set `nofile` in /etc/security/limits.conf, or start the container with "
+            "--ulimit nofile=4096"
         )
     if limit < LEAST_FILES:
         return Outcome(False, f"at most {limit}, but two ranks need {LEAST_FILES}; {remedy}")
@@ -76,14 +77,14 @@ def open_files() -> Outcome:
 
 
 def temporary_folder() -> Outcome:
-    """Check whether temporary files can be written, and whether it's in the folder that TMPDIR, TEMP or TMP names."""
+    """Check that temporary files can be written, and that they go to the folder in TMPDIR, TEMP or TMP."""
     chosen = {name: os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)}
     for name, folder in chosen.items():
-        problem = why_not_writable(Path(folder)) if Path(folder).is_dir() else "there is no such folder"
+        problem = why_not_writable(Path(folder)) if Path(folder).is_dir() else "there's no such folder"
         if problem and usable_temporary_folder():
-            return note(f"{name}={folder} cannot be used ({problem}): Python uses {usable_temporary_folder()} instead")
+            return note(f"{name}={folder} can't be used ({problem}): Python uses {usable_temporary_folder()} instead")
     if not usable_temporary_folder():
-        return Outcome(False, "no folder for temporary files is writable; `export TMPDIR=` one that is")
+        return Outcome(False, "no folder for temporary files is writable; set TMPDIR to one that is")
     return Outcome(True, usable_temporary_folder())
 
 
@@ -96,9 +97,8 @@ def usable_temporary_folder() -> str:
 
 
 def data_can_be_used() -> Outcome:
-    """Check the checksums of MNIST's files or, if there are none, that they could be written; nothing is downloaded."""
-    from fsdp_helpers.data.images import find_data_dir, offline
-    from fsdp_helpers.data.mnist import MNIST_FILES, DataError, mnist_is_there, packed_files
+    """Verify MNIST's checksums or, if there are no files, check that they can be written. Nothing is downloaded."""
+    from fsdp_helpers.data.source import MNIST_FILES, DataError, find_data_dir, mnist_is_there, offline, packed_files
 
     if offline():
         return Outcome(True, "the bundled digits, because FSDP_OFFLINE is set")
@@ -111,10 +111,10 @@ def data_can_be_used() -> Outcome:
         return Outcome(False, str(error))
     if problem := why_not_writable(folder):
         remedy = "make it writable, set FSDP_DATA_DIR to a different one, or FSDP_OFFLINE=1 for the bundled digits"
-        where = "is packed" if is_packed else "is not"
-        return Outcome(False, f"MNIST {where} in {folder}, and that folder isn't writable ({problem}); {remedy}")
+        where = "is packed in" if is_packed else "isn't in"
+        return Outcome(False, f"MNIST {where} {folder}, and that folder isn't writable ({problem}); {remedy}")
     if is_packed:
-        return Outcome(True, "MNIST is there, packed and complete: the first run unpacks it")
+        return Outcome(True, "MNIST is there, complete but still compressed: the first run unpacks it")
     return Outcome(True, "no MNIST yet: the first run downloads it or, without a network, uses the bundled digits")
 
 
@@ -129,7 +129,7 @@ def why_not_writable(folder: Path) -> str:
 
 
 def gpu_is_usable_or_absent() -> Outcome:
-    """Ask a child whether torch can compute on the first GPU."""
+    """Find out, in a child process, whether torch can compute on the first GPU."""
     from fsdp_helpers.gpus import VISIBLE, are_hidden, find_gpus
 
     if are_hidden():
@@ -137,5 +137,5 @@ def gpu_is_usable_or_absent() -> Outcome:
     gpus = find_gpus(1)
     if gpus.problem:
         remedy = f"update the driver, or install a torch that matches it; until then, {VISIBLE}= hides it"
-        return Outcome(False, f"torch cannot use the GPU of this machine ({gpus.problem}); {remedy}")
+        return Outcome(False, f"torch can't use this machine's GPU ({gpus.problem}); {remedy}")
     return Outcome(True, f"{gpus.count} that torch can use" if gpus.count else "none: ranks run on the CPU")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from fsdp_helpers.cli.doctor import environment, leftovers, machine, network
+from fsdp_helpers.cli.doctor import environment, leftovers, machine, rendezvous
 from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, Look, Row, look_at
 
 LOOKS = (
@@ -15,20 +15,20 @@ LOOKS = (
     Look("shared memory", machine.shared_memory),
     Look("open files", machine.open_files),
     Look("temporary", machine.temporary_folder),
-    Look("rank variables", network.rank_variables),
-    Look("host name", network.host_name_is_this_machine),
-    Look("interfaces", network.interfaces_exist),
-    Look("ports", network.ports_answer),
-    Look("proxies", network.proxies_leave_this_machine_alone),
+    Look("rank variables", rendezvous.rank_variables),
+    Look("host name", rendezvous.host_name_is_this_machine),
+    Look("interfaces", rendezvous.interfaces_exist),
+    Look("ports", rendezvous.ports_answer),
+    Look("proxies", rendezvous.proxies_leave_this_machine_alone),
     Look("data", machine.data_can_be_used),
     Look("leftovers", leftovers.processes_of_earlier_runs),
     Look("GPU", machine.gpu_is_usable_or_absent),
-    Look("two ranks", network.two_ranks_add_up),
+    Look("two ranks", rendezvous.two_ranks_add_up),
 )
 
 
 def examine(looks: Sequence[Look], on_row: Callable[[Row], None]) -> list[Row]:
-    """Run every check in turn, and pass each row to `on_row` as soon as it's known."""
+    """Run the checks one by one, and pass each row to `on_row` as soon as it's known."""
     rows = []
     for look in looks:
         rows.append(look_at(look))
@@ -37,12 +37,12 @@ def examine(looks: Sequence[Look], on_row: Callable[[Row], None]) -> list[Row]:
 
 
 def line(row: Row) -> str:
-    """Return a row as a line of the report."""
+    """Return a row as a line of text."""
     return f"{row.result:6}{row.check:15} {row.measured}"
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return the last line: whether this machine is ready."""
+    """Return the report's last line, which says whether this machine is ready."""
     wrong = [row.check for row in rows if row.result == FAIL]
     if wrong:
         return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Fix the first one, and run doctor again."

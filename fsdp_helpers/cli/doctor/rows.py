@@ -1,4 +1,4 @@
-"""A check of this machine, its outcome, and its line. No torch import."""
+"""A check of this machine, its outcome, and its line in the report. No torch import."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ PASS, NOTE, FAIL, SKIP = "ok", "note", "WRONG", "-"
 
 
 class Unfit(Exception):
-    """This machine can't run the check, which is skipped; the message says what's missing."""
+    """This machine can't run the check, so it's skipped; the message says what's missing."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check in words. With a doubt, it's a note, and the machine still passes."""
+    """The result of a check, in words. A check that passes but leaves a doubt is a note."""
 
     passed: bool
     measured: str
@@ -40,7 +40,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Row:
-    """The line of a finished check."""
+    """A finished check's line in the report."""
 
     check: str
     result: str
@@ -48,12 +48,12 @@ class Row:
 
 
 def look_at(look: Look) -> Row:
-    """Return the row of one check; if it raises an error, the row says so."""
+    """Run one check and return its row; if it raises an error, the row says so."""
     try:
         outcome = look.run()
         result, measured = outcome.result, outcome.measured
     except Unfit as reason:
         result, measured = SKIP, str(reason)
-    except Exception as error:  # a broken environment breaks imports in ways that nobody can list
+    except Exception as error:  # a broken environment can break imports in any way
         result, measured = FAIL, f"{type(error).__name__}: {error}"
     return Row(look.title, result, " ".join(measured.split()))

@@ -15,26 +15,26 @@ Collectives = tuple[str, float, list[float], list[float]]
 
 
 def collectives_on_device(rank: int, world_size: int) -> Collectives:
-    """Return this rank's device, and the results of three collectives of known numbers on it."""
+    """Run three collectives on known numbers; return this rank's device and their results."""
     device = rank_device()
     own = torch.tensor([float(rank + 1)], device=device)
     total, every = own.clone(), torch.empty(world_size, device=device)
     dist.all_reduce(total)
     dist.all_gather_into_tensor(every, own)
     part = torch.empty(1, device=device)
-    dist.reduce_scatter_tensor(part, every)  # all put in 1, 2, ..., N: each gets N times its own
+    dist.reduce_scatter_tensor(part, every)  # every rank contributes 1, 2, ..., N, so each gets N times its own
     return str(device), total.item(), every.tolist(), part.tolist()
 
 
 def expected_of_collectives(device: str, world_size: int) -> list[Collectives]:
-    """Return the results of `collectives_on_device` on each rank if all is well."""
+    """Return the correct results of `collectives_on_device`, one per rank."""
     every = [rank + 1.0 for rank in range(world_size)]
     names = [device if device == "cpu" else f"{device}:{rank}" for rank in range(world_size)]
     return [(name, sum(every), every, [world_size * own]) for name, own in zip(names, every, strict=True)]
 
 
 def train_in_three_ways(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Return the losses of a few steps of one model under DDP, under FSDP2, and under FSDP2 in bf16."""
+    """Return the losses of the same model's first steps under DDP, under FSDP2, and under FSDP2 in bf16."""
     return {way: losses_of(way, rank, world_size) for way in ("ddp", "fsdp2", "bf16")}
 
 

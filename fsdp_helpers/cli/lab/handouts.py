@@ -1,4 +1,4 @@
-"""The notebooks as printable pages: `make handouts` writes HTML and, if Chromium is on the search path, PDF.
+"""The notebooks as printable pages: `make handouts` writes HTML and, if Chromium is on PATH, PDF.
 
 python -m fsdp_helpers.cli.lab.handouts 03 04              # without solutions; hints are on separate pages
 python -m fsdp_helpers.cli.lab.handouts 03 --solutions     # for the instructor
@@ -28,7 +28,7 @@ PRINT_S = 120  # for one page, on a busy machine
 
 
 def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collection[str] = ()) -> str:
-    """Return a notebook as a printable page that links to the `others`. Hints come at the end, then any solutions."""
+    """Return a notebook as a printable page that links to the `others`. Hints are at the end, then any solutions."""
     hints, answers = [], []
     for exercise, title, text in take_folded(notebook):
         (answers if title in ("Solution", "Answers") else hints).append(f"**{exercise} · {title}.** {text.strip()}")
@@ -41,7 +41,7 @@ def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collect
 
 
 def take_folded(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str, str]]:
-    """Remove the folded parts from the text; yield exercise, title and text of each hint and solution."""
+    """Remove the folded parts from the text; yield the exercise, title and text of each hint and solution."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             for found in FOLDED.finditer(cell.source):
@@ -81,7 +81,7 @@ def print_pdf(chromium: str, page: Path, pdf: Path) -> None:
         command += [f"--print-to-pdf={pdf.resolve()}", page.resolve().as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PRINT_S)
     if done.returncode or not pdf.exists():
-        raise RuntimeError(f"{chromium} did not print {page}: {done.stderr.strip()}")
+        raise RuntimeError(f"{chromium} didn't print {page}: {done.stderr.strip()}")
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
             print_pdf(chromium, path, path.with_suffix(".pdf"))
         print(f"{path}{' and .pdf' if chromium else ''}", flush=True)
     if not chromium:
-        print("no PDF: Chromium is not on the search path; print the pages from any browser")
+        print("no PDF: Chromium isn't on PATH; print the pages from any browser")
 
 
 if __name__ == "__main__":

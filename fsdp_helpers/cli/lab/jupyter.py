@@ -15,59 +15,59 @@ FIRST = "00_start_here.ipynb"
 
 
 def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
-    """Start JupyterLab on the notebooks, or on copies of them in `copies`; return when it has ended.
+    """Start JupyterLab on the notebooks, or on copies of them in `copies`; return when it ends.
 
     Raises ValueError if `copies` is outside the project, which is the folder that JupyterLab shows.
     """
     folder = _folder_of(copies)
     if copies is not None:
         copied = copy_missing(PROJECT / folder)
-        print(f"{folder}: {len(copied)} new file(s); all others are as they were")
+        print(f"{folder}: {len(copied)} new file(s); the others are unchanged")
         for name in older_than_originals(PROJECT / folder):
             print(
-                f"{folder / name} is older than its original: `make reset NOTEBOOK={name[:2]}` copies it again, and "
+                f"{folder / name} is older than the original: `make reset NOTEBOOK={name[:2]}` copies it again, and "
                 "keeps yours"
             )
         sign([path for path in copied if path.suffix == ".ipynb"])
     os.environ |= environment(os.environ)
-    from jupyterlab.labapp import LabApp  # it reads the environment when it is imported
+    from jupyterlab.labapp import LabApp  # reads the environment when it's imported
 
     LabApp.launch_instance([*settings(folder), *arguments])
 
 
 def sign(notebooks: Sequence[Path]) -> None:
-    """Sign notebooks as if they had been run here: JupyterLab sanitizes the saved outputs of all other notebooks.
+    """Sign notebooks as if they had been run here: otherwise, JupyterLab sanitizes their saved outputs.
 
-    Signatures are stored in Jupyter's data folder. If that isn't writable, print a line that says they're missing.
+    Signatures are stored in Jupyter's data folder. If that isn't writable, print a line saying they're missing.
     """
     if not notebooks:
         return
     command = [sys.executable, "-m", "nbformat.sign", *map(str, notebooks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"the copies are not signed: {done.stderr.strip().splitlines()[-1]}")
+        print(f"the copies aren't signed: {done.stderr.strip().splitlines()[-1]}")
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that kernels and terminals need on top of the `given` ones."""
     variables = {
         "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads make a step take ten times as long on busy cores
-        "PET_LOG_DIR": os.devnull,  # otherwise every torchrun leaves a folder with output that the cell shows anyway
+        "OMP_WAIT_POLICY": "PASSIVE",  # with busy cores, spinning threads make a step take ten times as long
+        "PET_LOG_DIR": os.devnull,  # otherwise, every torchrun leaves a folder with output that the cell shows anyway
     }
-    if sys.prefix != sys.base_prefix:  # the environment's own python comes first, in terminals, too
+    if sys.prefix != sys.base_prefix:  # so that this environment's python comes first, also in terminals
         variables["VIRTUAL_ENV"] = sys.prefix
         variables["PATH"] = _joined(Path(sys.executable).parent, given.get("PATH"))
     return variables
 
 
 def settings(folder: Path) -> list[str]:
-    """Return JupyterLab's arguments: the folder it shows, the file it opens first, and the shell of its terminals."""
+    """Return JupyterLab's arguments: the folder it shows, the file it opens first, and its terminals' shell."""
     chosen = [f"--ServerApp.root_dir={PROJECT}", f"--LabApp.default_url=/lab/tree/{folder.as_posix()}/{FIRST}"]
     if shutil.which("sh"):
         chosen.append(f"--ServerApp.terminado_settings=shell_command={['sh', str(HERE / 'shell')]}")
     if hasattr(os, "getuid") and os.getuid() == 0:
-        chosen.append("--allow-root")  # in a container, for example; otherwise JupyterLab refuses to run as root
+        chosen.append("--allow-root")  # for example in a container; otherwise, JupyterLab refuses to run as root
     return chosen
 
 
@@ -77,7 +77,7 @@ def _folder_of(copies: Path | None) -> Path:
         return ORIGINALS.relative_to(PROJECT)
     whole = copies.resolve()
     if not whole.is_relative_to(PROJECT) or whole in (PROJECT, ORIGINALS):
-        raise ValueError(f"--copies {copies}: choose a folder of its own inside {PROJECT}, such as work")
+        raise ValueError(f"--copies {copies}: choose a separate folder inside {PROJECT}, such as work")
     return whole.relative_to(PROJECT)
 
 

@@ -1,4 +1,4 @@
-"""A notebook as one page of HTML, with pictures and styles inside, so that showing it needs no network."""
+"""A notebook as one HTML page with its pictures and styles embedded, so it can be shown without a network."""
 
 import re
 from base64 import b64encode
@@ -34,19 +34,19 @@ PAGE = """<!doctype html>
 
 
 def page(title: str, body: str, *styles: Path) -> str:
-    """Return a complete HTML page. `styles` are CSS files; the colors for code come before them."""
+    """Return a complete HTML page. `styles` are CSS files, which come after the colors for code."""
     sheets = [code_colors(), *(path.read_text() for path in styles)]
     return PAGE.format(title=escape(title), styles="\n".join(sheets), body=body)
 
 
 def notebook_body(notebook: nbformat.NotebookNode) -> str:
-    """Return the cells and their outputs as HTML, without prompts; headings have JupyterLab's anchors."""
+    """Return the cells and their outputs as HTML, without prompts, and with the same anchors as in JupyterLab."""
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     return exporter.from_notebook_node(notebook)[0]
 
 
 def embed_pictures(body: str, folder: Path) -> str:
-    """Return the page with its pictures, which are files in `folder`, embedded."""
+    """Return the page with its pictures embedded; they're files in `folder`."""
 
     def embedded(found: re.Match) -> str:
         path = folder / found["file"]
@@ -57,12 +57,12 @@ def embed_pictures(body: str, folder: Path) -> str:
 
 
 def markdown_body(text: str) -> str:
-    """Return Markdown as HTML, as a notebook would show it."""
+    """Return Markdown as the HTML that a notebook would show."""
     return markdown2html_mistune(text)
 
 
 def keep_what_a_page_shows(notebook: nbformat.NotebookNode) -> None:
-    """Remove outputs that need a kernel, and all outputs of exercises, which the reader is to solve."""
+    """Remove outputs that need a kernel, and all outputs of exercises, which are for the reader to solve."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             solved_by_the_reader = "exercise" in cell.metadata.get("tags", [])
@@ -86,15 +86,15 @@ def code_colors() -> str:
 
 
 def link_to_pages(body: str, names: Collection[str], folders: Collection[str] = ()) -> str:
-    """Return the page with links to notebooks and Markdown files changed to their pages, if `names` has them.
+    """Return the page with its links to notebooks and Markdown files in `names` changed to those files' pages.
 
-    Files in `folders`, which are next to the pages, stay linked; links to other files are removed.
+    Links to files in `folders`, which are next to the pages, stay; links to any other files are removed.
     """
 
     def linked(found: re.Match) -> str:
         path, anchor = Path(found["address"]), found["anchor"]
         if ":" in found["address"] or not found["address"] or path.parts[0] in folders:
-            return found[0]  # a website, a place on this page, or a file that is there
+            return found[0]  # a website, an anchor on this page, or a file in `folders`
         return (
             f'{found["before"]}href="{path.stem}.html{anchor}"' if path.stem in names and len(path.parts) == 1 else "<a"
         )

@@ -17,11 +17,11 @@ CELL_S = 600  # for one cell, on a busy machine
 
 
 def chosen(names: list[str]) -> list[Path]:
-    """Return the notebooks whose names begin with one of `names`, or all if it's empty. Each name must match one."""
+    """Return the notebooks whose names start with any of `names` (default: all); each name must match at least one."""
     paths = sorted(FOLDER.glob("*.ipynb"))
     for name in names:
         if not any(path.name.startswith(name) for path in paths):
-            raise SystemExit(f"there is no notebook {name!r}; there are {', '.join(path.stem for path in paths)}")
+            raise SystemExit(f"there's no notebook {name!r}; choose from {', '.join(path.stem for path in paths)}")
     return [path for path in paths if not names or path.name.startswith(tuple(names))]
 
 
@@ -29,7 +29,7 @@ def run(path: Path) -> None:
     """Execute a notebook in its folder and write it back."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # when each cell ran, which changes with every run
+        cell.metadata.pop("execution", None)  # the times of execution, which change with every run
     NotebookClient(
         notebook, timeout=CELL_S, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
     ).execute()
@@ -44,7 +44,7 @@ def main() -> int:
         try:
             run(path)
         except (CellExecutionError, CellTimeoutError) as error:
-            print(f"{path.name} is left as it was: {error}", file=sys.stderr)
+            print(f"{path.name} is unchanged: {error}", file=sys.stderr)
             return 1
         print(f"{path.name}  {time.monotonic() - start_s:.0f} s", flush=True)
     return 0

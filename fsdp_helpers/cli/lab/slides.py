@@ -1,9 +1,9 @@
-"""The notebooks as slides to project: `make slides`, one file per chapter with reveal.js and all pictures inside.
+"""The notebooks as slides to project: `make slides` writes one file per chapter, with reveal.js and pictures embedded.
 
-A chapter's slides are its title and the cells whose metadata say so, in Jupyter's convention: `"slideshow":
-{"slide_type": "slide"}` (JupyterLab: the right side bar, Slide Type). A cell that draws a figure or a table shows just
-that; any other code cell shows its code and its printed output. Content that doesn't fit on one slide continues on the
-next.
+A chapter's slides are its title and the cells that are marked as slides in their metadata, by Jupyter's convention:
+`"slideshow": {"slide_type": "slide"}` (in JupyterLab's right sidebar: Slide Type). A cell that draws a figure or a
+table shows only that; any other code cell shows its code and its printed output. Content that doesn't fit on one slide
+continues on the next.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from fsdp_helpers.cli.lab.pages import PROJECT
 from fsdp_helpers.cli.lab.run_notebooks import chosen
 
 REVEAL = Path(__file__).resolve().parent / "reveal"
-CODE_HEIGHT, CODE_WIDTH, TABLE_HEIGHT = 570, 1_160, 560  # in pixels, available below the heading of a 1,280 x 720 slide
-MIN_CODE_PX, MAX_CODE_PX = 18, 24  # readable from the last row
+CODE_HEIGHT, CODE_WIDTH, TABLE_HEIGHT = 570, 1_160, 560  # in pixels: the room below the heading on a 1,280 x 720 slide
+MIN_CODE_PX, MAX_CODE_PX = 18, 24  # readable from the back row
 LINE, CHARACTER = 1.25, 0.61  # height of a line and width of a character, relative to the font size
 ROW_PX, ROW_CHARACTERS = 38, 68  # the height of a one-line table row, and how many characters fit in it
 START = "Reveal.initialize({width: 1280, height: 720, margin: 0, center: false, hash: true, slideNumber: 'c/t', transition: 'none'});"
@@ -34,7 +34,7 @@ Body = tuple[str, str]  # a kind, which is a class in the style sheet, and HTML
 
 
 def deck(notebook: nbformat.NotebookNode) -> str:
-    """Return the slides of a chapter as one page."""
+    """Return a chapter's slides as one HTML page."""
     sections = [title_slide(notebook), *(as_section(heading, body) for heading, body in slides_of(notebook))]
     script = f"<script>{(REVEAL / 'reveal.js').read_text()}</script>\n<script>{START}</script>"
     body = f'<div class="reveal"><div class="slides">\n{"".join(sections)}</div></div>\n{script}'
@@ -42,7 +42,7 @@ def deck(notebook: nbformat.NotebookNode) -> str:
 
 
 def slides_of(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, Body]]:
-    """Yield each slide after the title: the heading of its section, and its content."""
+    """Yield each slide after the title: its section's heading, and its content."""
     heading = ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -54,9 +54,9 @@ def slides_of(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, Body]]:
 
 
 def of_text(source: str) -> Iterator[Body]:
-    """Yield a Markdown cell's tables and listings; if it has none, its text without the heading and folded parts.
+    """Yield a Markdown cell's tables and listings or, if it has none, its text without the heading and folded parts.
 
-    The end of a chapter, from its questions or sources on, is left out.
+    The questions and sources at the end of a chapter are left out.
     """
     source = re.split(r"^\*\*(?:Questions|Sources)\b", source, flags=re.MULTILINE)[0]
     text = re.sub(r"<details>.*?</details>|^#{1,3} [^\n]+$", "", source, flags=re.DOTALL | re.MULTILINE)
@@ -80,7 +80,7 @@ def of_code(cell: nbformat.NotebookNode) -> Iterator[Body]:
 
 
 def of_output(output: nbformat.NotebookNode) -> Iterator[Body]:
-    """Yield the figure or the tables of an output."""
+    """Yield the figure or the tables in an output."""
     data = output.get("data", {})
     if "image/png" in data:
         words = escape(output.metadata.get("image/png", {}).get("alt", ""), quote=True)
@@ -99,14 +99,14 @@ def printed_by(output: nbformat.NotebookNode) -> str:
 
 
 def of_table(table: str, title: str = "") -> Iterator[Body]:
-    """Yield a table in parts that fit on a slide, each with the table's header."""
+    """Yield a table in parts that fit on a slide, each with the table's header row."""
     names, line, *rows = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", table).strip().splitlines()
     for part in in_parts(rows, TABLE_HEIGHT - ROW_PX, lambda row: ROW_PX * (0.4 + 0.6 * wrapped(row, ROW_CHARACTERS))):
         yield "table", pages.markdown_body("\n".join([*([title, ""] if title else []), names, line, *part]))
 
 
 def of_listing(code: str, lexer: PythonLexer | DiffLexer, printed: str = "") -> Iterator[Body]:
-    """Yield code and its printed output in the largest type that fits one slide, or several if that gets too small."""
+    """Yield code and its printed output in the largest type that fits on a slide, or on several slides."""
     texts = [text for text in (code.strip("\n"), printed) if text]
     lines = "\n\n".join(texts).splitlines()
     size_px = min(CODE_WIDTH / (CHARACTER * max(map(len, lines))), CODE_HEIGHT / (LINE * len(lines)), MAX_CODE_PX)
@@ -134,12 +134,12 @@ def _plain(lines: list[str]) -> str:
 
 
 def wrapped(text: str, per_line: int) -> int:
-    """Return how many lines a text takes if it's wrapped after `per_line` characters."""
+    """Return how many lines a text takes if lines have at most `per_line` characters."""
     return max(1, math.ceil(len(text) / per_line))
 
 
 def in_parts(lines: list[str], room_px: float, height_of: Callable[[str], float]) -> Iterator[list[str]]:
-    """Yield the lines in parts of at most `room_px`, as even as their heights allow."""
+    """Yield the lines in parts of at most `room_px` in height, as equal as possible."""
     total = sum(map(height_of, lines))
     num_parts = max(1, math.ceil(total / room_px)) if lines else 0
     done, numbered = 0.0, []
@@ -151,7 +151,7 @@ def in_parts(lines: list[str], room_px: float, height_of: Callable[[str], float]
 
 
 def title_slide(notebook: nbformat.NotebookNode) -> str:
-    """Return the title, the question and the objectives, without the notebook's opening picture and its caption."""
+    """Return a slide with the title, the question and the objectives, but not the opening picture and its caption."""
     text = re.split(r"^\*Builds on|^## ", notebook.cells[0].source, flags=re.MULTILINE)[0]
     text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n+(\*.*\*\n)?", "", text, flags=re.MULTILINE)
     return f'<section class="title">{_without_links(pages.markdown_body(text))}</section>\n'
@@ -163,7 +163,7 @@ def as_section(heading: str, body: Body) -> str:
 
 
 def _without_links(body: str) -> str:
-    """Return HTML without links, which are useless on a projector, and without the anchor marks of headings."""
+    """Return HTML without links, which are useless on a projector, and without the anchor marks on headings."""
     return re.sub(r"</?a\b[^>]*>", "", re.sub(r'<a class="anchor-link".*?</a>', "", body))
 
 

@@ -1,4 +1,4 @@
-"""Working copies of the notebooks: running a copy and solving its exercises doesn't change the project's files.
+"""Working copies of the notebooks, so that running them and solving exercises doesn't change the project's files.
 
 python -m fsdp_helpers.cli.lab.working_copies work              # copies missing files
 python -m fsdp_helpers.cli.lab.working_copies work --reset 3    # copies 03 again; the old copy stays next to it
@@ -10,10 +10,10 @@ from pathlib import Path
 
 ORIGINALS = Path(__file__).resolve().parents[3] / "notebooks"
 IF_IT_IS_OPEN = (
-    "if it is open in JupyterLab: File, Reload Notebook from Disk; if JupyterLab says that it has changed on disk, choose "
-    "Revert"
+    "if it's open in JupyterLab, choose File > Reload Notebook from Disk; if JupyterLab says that the file has changed "
+    "on disk, choose Revert"
 )
-# Files that working in the originals leaves behind; they aren't copied.
+# Files left behind by working in the originals; they aren't copied.
 LEFT_OUT = shutil.ignore_patterns("my_*", "job.sbatch", ".*", "__pycache__")
 
 
@@ -30,7 +30,7 @@ def copy_missing(work: Path) -> list[Path]:
 
 
 def older_than_originals(work: Path) -> list[str]:
-    """Return the names of the notebooks in `work` whose originals have changed since they were copied."""
+    """Return the names of the notebooks in `work` whose originals have changed since they were copied there."""
     return [
         original.name
         for original in sorted(ORIGINALS.glob("[0-9][0-9]_*.ipynb"))
@@ -42,7 +42,7 @@ def reset(work: Path, number: str) -> Path:
     """Restore the notebook with this number; keep the old copy as `..._before.ipynb`. Return the notebook's path."""
     found = sorted(ORIGINALS.glob(f"{number.zfill(2)}_*.ipynb")) if number else []
     if not found:
-        raise SystemExit(f"there is no notebook {number!r}; give its number, such as 3")
+        raise SystemExit(f"there's no notebook {number!r}; give a notebook's number, such as 3")
     copy = work / found[0].name
     if copy.exists():
         copy.replace(free_name(copy))
@@ -51,7 +51,7 @@ def reset(work: Path, number: str) -> Path:
 
 
 def free_name(copy: Path) -> Path:
-    """Return 03_fsdp_before.ipynb or, if that is taken, 03_fsdp_before_2.ipynb, and so on."""
+    """Return 03_fsdp_before.ipynb or, if that's taken, 03_fsdp_before_2.ipynb, and so on."""
     names = (copy.with_stem(f"{copy.stem}_before{f'_{number}' * (number > 1)}") for number in range(1, 10_000))
     return next(name for name in names if not name.exists())
 
@@ -62,9 +62,9 @@ def main() -> None:
     parser.add_argument("--reset", metavar="NN")
     options = parser.parse_args()
     num_copied = len(copy_missing(options.work))
-    print(f"{options.work}: {num_copied} new file(s); all others are as they were")
+    print(f"{options.work}: {num_copied} new file(s); the others are unchanged")
     if options.reset is not None:
-        print(f"{reset(options.work, options.reset)} is as it was at first")
+        print(f"{reset(options.work, options.reset)} is the original again")
         print(IF_IT_IS_OPEN)
 
 

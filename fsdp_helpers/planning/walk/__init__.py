@@ -1,1 +1,1 @@
-"""Walk through one step, event by event, for each way of training."""
+"""Walk through a step event by event, for each way of training."""

@@ -1,9 +1,10 @@
-"""Walk through a rank of FSDP1: what `FullyShardedDataParallel` unshards, joins, reduces and frees. No torch.
+"""Walk through a step of an FSDP1 rank: what `FullyShardedDataParallel` unshards, joins, reduces and frees.
 
-The order of events comes from torch 2.15, `_runtime_utils.py` and `_flat_param.py` in `torch/distributed/fsdp`.
+No torch import. The order of events comes from torch 2.15, `_runtime_utils.py` and `_flat_param.py` in
+`torch/distributed/fsdp`.
 
 A module computes with views of the flat tensor, and each forward makes new ones. Autograd joins the gradients of those
-views once all of them exist, adds up the gradients of several uses, and then calls FSDP1, which reduces them. A flat
+views once all of them exist, adds up the gradients of several uses, and then calls FSDP1, which reduces the sum. A flat
 tensor with any trained parameter needs a gradient, so its frozen parameters get one, too (`StepProfile.flat_moments`).
 """
 
@@ -20,22 +21,22 @@ FLAT, JOINED, THIS_USE, OTHER_USES = "flat", "joined", "of this use", "of the ot
 class FlatParameters:
     """A rank whose units each have one flat tensor, with parameters that are views of it.
 
-    On a single rank (or with `sharding` "none"), the flat tensor isn't sharded. It's always there, and unsharding at
-    most casts it.
+    On a single rank (or with `sharding` "none"), the flat tensor isn't sharded: it's always there, and unsharding only
+    casts it, if the precision requires that.
     """
 
     def __init__(self, shards: Shards, config: TrainConfig, profile: StepProfile) -> None:
-        # an empty unit does nothing, but an empty root still computes
+        # An empty unit does nothing, but an empty root still computes
         self.units = {name: unit for name, unit in shards.units.items() if unit.parameters or name == ROOT}
         self._shards, self._ranks = shards, shards.ranks
         self._prefetch = config.backward_prefetch
         self._frees_after_forward = config.sharding != "grad-op"
-        self._forwards: list[Unit] = []  # in the order in which they ended; a unit appears once for each use
+        self._forwards: list[Unit] = []  # in the order in which they ended; a unit appears once per use
         self._places: dict[str, int] = {}  # each unit's position in that order
         self._entered = {moment.name for moment in profile.flat_moments if moment.event == "enter_backward"}
         self._awaited: set[str] = set()  # units to all-gather for a backward that hasn't begun
         self._in_backward: set[str] = set()
-        # How many each unit gets in one backward.
+        # How many gradients each unit gets in one backward
         self._gradients = Counter(
             shards.unit_of(moment.name).name for moment in profile.flat_moments if moment.event == "gradient"
         )
@@ -57,7 +58,7 @@ class FlatParameters:
         if not self._backward_runs:
             self._shards.compute("forward", unit)
         if unit.parameters:
-            # the first use's position; but torch takes 0 for no position, so the first unit gets its second use's
+            # The first use's position. But torch takes 0 to mean no position, so the first unit gets its second use's
             self._places[name] = self._places.get(name) or len(self._forwards)
             self._forwards.append(unit)
             if name in self._entered:  # a unit computed under no_grad has no backward, and is never prefetched for one
@@ -80,7 +81,7 @@ class FlatParameters:
             self._gather_next(unit)
 
     def gradient(self, name: str) -> None:
-        """Take a gradient. FSDP1 acts once a unit's last gradient is there."""
+        """Take a gradient. FSDP1 acts once the unit's last gradient is there."""
         unit = self._shards.unit_of(name)
         self._shards.take_gradient(name, self._shards.sizes.gathered)
         self._missing[unit.name] -= 1
@@ -88,7 +89,7 @@ class FlatParameters:
             self._leave(unit)
 
     def leave_backward(self, name: str) -> None:
-        """Free a frozen unit, or join the gradients of a use that isn't the last; the last gradient does the rest."""
+        """Free a frozen unit, or join the gradients of a use that isn't the last; `gradient` does the rest."""
         unit = self.units[name]
         if not unit.is_trained:
             self._in_backward.discard(name)
@@ -97,7 +98,7 @@ class FlatParameters:
             self._join_one_use(unit)
 
     def _join_one_use(self, unit: Unit) -> None:
-        """Join one use's gradients into a flat one. The profile has one gradient for all uses so far: their sum."""
+        """Join one use's gradients into a flat one. The profile has only the sum over all uses so far."""
         if unit.name in self._used:
             self._shards.take_flat_gradient(THIS_USE, unit)
         self._shards.take_flat_gradient(JOINED, unit)
@@ -106,7 +107,7 @@ class FlatParameters:
         self._used.add(unit.name)
 
     def _leave(self, unit: Unit) -> None:
-        """Join the gradients into a flat one, reshard, and take a shard of the sum."""
+        """Join the gradients into a flat one, reshard, and take a shard of their sum over the ranks."""
         self._in_backward.discard(unit.name)
         is_added = self._is_added(unit)
         if unit.name in self._used:
@@ -114,7 +115,7 @@ class FlatParameters:
         self._shards.take_flat_gradient(JOINED, unit)
         self._shards.free_gradients(unit)
         self._shards.free_flat_gradient(OTHER_USES, unit)
-        if not is_added:  # it becomes the flat one
+        if not is_added:  # it becomes the flat gradient
             self._shards.free_flat_gradient(JOINED, unit)
         self._shards.take_flat_gradient(FLAT, unit)
         self._shards.free_gathered(unit)
@@ -127,10 +128,10 @@ class FlatParameters:
         self._shards.free_flat_gradient(JOINED, unit)
 
     def _is_added(self, unit: Unit) -> bool:
-        """Return whether autograd adds the last use's gradient to an earlier one, and keeps both until FSDP1 is done.
+        """Return True if autograd adds the last use's gradient to an earlier one, and keeps both until FSDP1 is done.
 
-        The earlier one may come from an earlier micro-batch. In a lower precision, it may also come from a later use in
-        forward: unsharding then changes the flat tensor's dtype, so torch gives each use its own accumulator
+        The earlier gradient may come from an earlier micro-batch. In a lower precision, it may also come from a later
+        use in forward: unsharding then changes the flat tensor's dtype, so torch gives each use its own accumulator
         (`set_data` in `torch/csrc/autograd/variable.cpp`). Otherwise, autograd adds up the uses before the accumulator.
         """
         sizes = self._shards.sizes
@@ -141,7 +142,7 @@ class FlatParameters:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Free units that were unsharded for a backward that never came, and frozen parameters that weren't used."""
+        """Free units that were unsharded for a backward that never came, and frozen parameters that went unused."""
         for unit in self.units.values():
             self._shards.free_gathered(unit)
         self._forwards.clear()
@@ -179,7 +180,7 @@ class FlatParameters:
         self._shards.free_flat_gradient(FLAT, unit)
 
     def _all_reduce(self, unit: Unit) -> None:
-        """Keep the full gradient; if it's in bf16, it's cast first, and later micro-batches are added to the result."""
+        """Keep the full gradient. If it's in bf16, it's cast first, and later micro-batches are added to the result."""
         sizes = self._shards.sizes
         if sizes.gathered < sizes.reduced:
             if not self._shards.has_shard(unit):

@@ -1,4 +1,4 @@
-"""Walk through a rank of FSDP2: what `fully_shard` unshards, copies, reduces and frees. No torch.
+"""Walk through a step of an FSDP2 rank: what `fully_shard` unshards, copies, reduces and frees. No torch import.
 
 The order of events comes from torch 2.15, `_fsdp_state.py`, `_fsdp_param_group.py` and `_fsdp_collectives.py` in
 `torch/distributed/fsdp/_fully_shard`.
@@ -13,23 +13,22 @@ SENT = "shard to be gathered"
 
 
 class FullyShard:
-    """A rank with parameters sharded by rows: unsharded ones are copied out of a buffer, and gradients into one."""
+    """A rank with parameters sharded by rows: unsharded ones are copied out of one buffer, gradients into another."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
-        # an empty unit does nothing, but an empty root still computes
+        # An empty unit does nothing, but an empty root still computes
         self.units = {name: unit for name, unit in shards.units.items() if unit.parameters or name == ROOT}
         self._shards, self._ranks = shards, shards.ranks
         self._frees_after_forward = config.reshard_after_forward and config.sharding != "grad-op"
         self._reshards_after_backward = config.reshard_after_backward
-        self._order: list[Unit] = []  # in which forwards ended; a unit appears once for each use
+        self._order: list[Unit] = []  # in the order in which forwards ended; a unit appears once per use
         self._uses: dict[str, list[int]] = {}  # unit -> the positions of its uses in that order
         self._in_backward: set[str] = set()  # units that have entered backward and haven't left it
         self._done: set[str] = set()  # units that have left backward
         self._backward_runs = False
         self._copied: Unit | None = None  # the unit whose all-gather buffer forward still keeps
-        self._recomputed: str | None = (
-            None  # the outermost unit of a forward during backward, which torch treats as its root
-        )
+        # The outermost unit of a forward during backward, which torch treats as that forward's root
+        self._recomputed: str | None = None
         self._sent: Unit | None = None  # the unit whose reduce-scatter buffer backward still keeps
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
@@ -43,7 +42,7 @@ class FullyShard:
             self._recomputed = name
         if self._shards.is_gathered(unit) or not unit.parameters:
             return
-        if self._copied is unit:  # used twice in a row: the buffer from its last use stays until the new one is filled
+        if self._copied is unit:  # used twice in a row: its last use's buffer stays until the new one is filled
             self._shards.take_buffer(LAST_GATHER, unit, unit.padded, self._shards.sizes.gathered)
             self._free_copied()
         self._fill_buffer(unit)
@@ -57,7 +56,7 @@ class FullyShard:
             self._copied = unit
 
     def leave_forward(self, name: str) -> None:
-        """Reshard. A recomputed unit only frees its buffer and stays unsharded, since its backward comes next."""
+        """Reshard. A recomputed unit only frees its buffer; it stays unsharded, since its backward comes next."""
         if self._backward_runs:
             if name == self._recomputed:
                 self._free_copied()
@@ -95,7 +94,7 @@ class FullyShard:
             self._shards.take_gradient(name, self._shards.sizes.gathered)
 
     def leave_backward(self, name: str) -> None:
-        """Reshard, copy the gradients into a buffer, free them, and take a shard of the sum."""
+        """Reshard, copy the gradients into a buffer, free them, and take a shard of their sum over the ranks."""
         unit = self.units[name]
         self._in_backward.discard(name)
         self._done.add(name)
@@ -103,7 +102,7 @@ class FullyShard:
             self._shards.free_gathered(unit)
         if not self._reduces:
             for parameter in self._shards.waiting(unit):
-                # gradients wait for the next micro-batch in the precision of the reduction
+                # Gradients wait for the next micro-batch in the reduction's precision
                 self._shards.take_gradient(parameter, self._shards.sizes.reduced)
             return
         self._free_sent()
@@ -114,7 +113,7 @@ class FullyShard:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Leave units still in backward: the root, and any whose input needs no gradient. Free all leftovers."""
+        """Leave the units still in backward: the root, and any whose input needs no gradient. Free all leftovers."""
         for name in self.units:
             if name not in self._done:
                 self.leave_backward(name)
@@ -140,8 +139,8 @@ class FullyShard:
         self._shards.all_reduce(unit, values)
 
     def _fill_buffer(self, unit: Unit) -> None:
-        """All-gather into the unit's buffer. If a shard has to be cast first, the copy stays until that's done."""
-        # a single rank copies straight from its parameters
+        """All-gather into the unit's buffer. If a shard has to be cast first, the cast copy stays until that's done."""
+        # A single rank copies straight from its parameters
         if self._ranks == 1 or self._shards.has_buffer(GATHER, unit):
             return
         sizes = self._shards.sizes

@@ -1,4 +1,4 @@
-"""Keep a rank's memory during a step as a sum of named terms, and the step's tasks in order. No torch."""
+"""Track a rank's memory during a step as a sum of named terms, and the step's tasks in order. No torch import."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +25,10 @@ class Term:
         return self.value_bytes * self.values // self.ranks
 
     @property
+    def label(self) -> str:
+        return f"{'unsharded' if self.kind == 'gathered' else self.kind}: {self.name}"
+
+    @property
     def formula(self) -> str:
         if self.kind == "activations":
             return "measured"
@@ -33,7 +37,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """A rank's highest memory in a step: when that is, and the terms it's the sum of."""
+    """A rank's peak memory in a step: when it's reached, and the terms that add up to it."""
 
     when: str
     terms: tuple[Term, ...]
@@ -47,12 +51,12 @@ class Peak:
         return {kind: sum(term.bytes for term in self.terms if term.kind == kind) for kind in KINDS}
 
     def rows(self) -> list[tuple[str, str, int]]:
-        """Return a row (term, formula, bytes) for each term, so you can add them up on paper."""
-        return [(f"{term.kind}: {term.name}", term.formula, term.bytes) for term in self.terms if term.bytes]
+        """Return a row (term, formula, bytes) for each nonzero term, so you can add them up on paper."""
+        return [(term.label, term.formula, term.bytes) for term in self.terms if term.bytes]
 
 
 class Ledger:
-    """A rank's current bytes, and its highest sum, collectives and tasks so far."""
+    """A rank's current bytes, and its peak, collectives and tasks so far."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str, str], Term] = {}  # owner, kind, name -> the term
@@ -65,7 +69,7 @@ class Ledger:
         self.tasks: list[Task] = []  # arithmetic and collectives, in the order in which they're issued
 
     def hold(self, owner: str, term: Term) -> None:
-        """Add `term` for `owner`, a parameter or a unit; it replaces the owner's earlier term of that kind and name."""
+        """Add `term` for `owner`, a parameter or a unit, replacing the owner's earlier term of that kind and name."""
         self.free(owner, term.kind, term.name)
         self._held[owner, term.kind, term.name] = term
         self._bytes += term.bytes
@@ -92,7 +96,7 @@ class Ledger:
             self._peak_when, self._peak_terms = self.when, (*self._held.values(), activations)
 
     def repeat(self, tasks: Sequence[Task], times: int) -> None:
-        """Repeat the latest `tasks`, and count their collectives again, since further micro-batches do the same."""
+        """Repeat the latest `tasks` and count their collectives again, since further micro-batches are the same."""
         counted = dict(self._collectives)
         self.tasks += [*tasks] * times
         for task in tasks:
@@ -110,7 +114,7 @@ class Ledger:
 
     @property
     def peak(self) -> Peak:
-        """Return the highest sum, with terms of the same kind and name added up, in the order of KINDS."""
+        """Return the peak, with terms of the same kind and name added up, in the order of KINDS."""
         sums: dict[Term, int] = {}
         for term in self._peak_terms:
             alike = replace(term, values=0)
@@ -119,7 +123,7 @@ class Ledger:
         return Peak(when=self._peak_when, terms=tuple(sorted(terms, key=lambda term: KINDS.index(term.kind))))
 
     def compute(self, phase: str, unit: str, share: float = 1.0) -> None:
-        """Add a task: a unit's arithmetic in "forward" or "backward", or a share of it."""
+        """Add a task: a unit's arithmetic in a phase, "forward" or "backward", or a share of it."""
         self.tasks.append(Task(queue=ARITHMETIC, what=phase, unit=unit, amount=share))
 
     def communicate(
@@ -127,7 +131,7 @@ class Ledger:
     ) -> None:
         """Add a collective across a number of ranks, unless it's empty or there's only one rank.
 
-        It's issued when the arithmetic before it begins or, with `late`, when that's done.
+        It's issued when the arithmetic before it begins or, with `late`, when that arithmetic is done.
         """
         if full_bytes == 0 or ranks == 1:
             return

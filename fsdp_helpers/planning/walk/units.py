@@ -1,4 +1,4 @@
-"""Split a sharded model into units, and keep track of a rank's bytes for each: shards always, the rest temporarily.
+"""Split a sharded model into units, and track a rank's bytes for each: shards always, everything else temporarily.
 
 No torch import.
 """
@@ -9,8 +9,8 @@ from math import prod
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import Optimizer
+from fsdp_helpers.planning.precisions import FP32_BYTES, ValueBytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
-from fsdp_helpers.planning.state import FP32_BYTES, ValueBytes
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
@@ -21,17 +21,22 @@ COPY_OF_GLOO = "gloo's copy"
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that are unsharded and reduced together."""
+    """Parameters that are unsharded together, and whose gradients are reduced together."""
 
     name: str  # the name of its module
     parameters: tuple[str, ...]
-    values: int  # without padding to equal shards; in FSDP1's flat tensor, parameters are aligned
+    values: int  # before padding to equal shards, but with the gaps that align parameters in FSDP1's flat tensor
     padded: int  # the same, padded so that it splits evenly across the ranks
-    is_trained: bool  # whether any of its parameters is
+    is_trained: bool  # whether any of its parameters is trained
 
     @property
     def label(self) -> str:
         return self.name or "root"
+
+
+def num_shards(sharding: str, world_size: int) -> int:
+    """Return the number of ranks that share a copy of the state: half with "hybrid", one with "none", otherwise all."""
+    return {"hybrid": world_size // 2, "none": 1}.get(sharding, world_size)
 
 
 def cut(
@@ -39,28 +44,28 @@ def cut(
 ) -> dict[str, Unit]:
     """Return the root and the named units; a parameter belongs to the innermost unit that contains it.
 
-    A unit may be empty if all its parameters belong to units within it. Raises ValueError for a unit that's no module
-    with parameters, for tied parameters in two units, and for a parameter without dimensions, which torch refuses.
+    A unit is empty if all its parameters belong to units inside it. Raises ValueError for a unit that isn't a module
+    with parameters, for tied parameters in different units, and for a parameter without dimensions, which FSDP can't
+    shard.
     """
     wanted = dict.fromkeys(name for name in names if name != ROOT)
     found: dict[str, list[str]] = {name: [] for name in (ROOT, *wanted)}
     for parameter, shape in profile.shapes.items():
         if not shape:
             raise ValueError(
-                f"{parameter!r} is a parameter without dimensions, which FSDP cannot shard; make it a tensor of shape "
-                "(1,), with one value"
+                f"{parameter!r} is a parameter without dimensions, which FSDP can't shard; give it the shape (1,)"
             )
         found[_innermost(parameter, wanted)].append(parameter)
     _check_tied(profile, wanted)
     modules = {around for parameter in profile.shapes for around in _around(parameter)}
     for name in wanted:
         if name not in modules:
-            raise ValueError(f"unit {name!r} has no parameters; name a module that has some")
+            raise ValueError(f"unit {name!r} has no parameters; name a module that has parameters")
     return {name: _unit(name, parameters, profile, api, ranks, value_bytes) for name, parameters in found.items()}
 
 
 def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozenset[str]:
-    """Return the frozen parameters that share one of these units, or the root, with a trained one."""
+    """Return the frozen parameters that are in the same unit (or the root) as a trained one."""
     names = set(names)
     trained = {_innermost(parameter, names) for parameter in profile.trained}
     return frozenset(parameter for parameter in profile.frozen if _innermost(parameter, names) in trained)
@@ -83,8 +88,8 @@ def _check_tied(profile: StepProfile, units: Collection[str]) -> None:
         if one != two:
             wrong = two or one
             raise ValueError(
-                f"unit {wrong!r}: {other!r} is tied to {name!r}, and tied parameters have to be in one unit; leave both "
-                "in the root"
+                f"unit {wrong!r}: {other!r} is tied to {name!r}, and tied parameters have to be in the same unit; "
+                "leave both in the root"
             )
 
 
@@ -100,10 +105,10 @@ def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, rank
 
 
 class Shards:
-    """A ledger that's kept by unit: unsharded parameters, full gradients, buffers and shards.
+    """A rank's memory by unit, recorded in a ledger: unsharded parameters, full gradients, buffers and shards.
 
-    `ranks` share one copy of the state, and `replicas` is the number of copies. With `offloads`, the shards are in host
-    memory, and each is on the device only while it's sent or added up.
+    `ranks` is the number of ranks that share a copy of the state, and `replicas` the number of copies. With `offloads`,
+    shards are in host memory, and each is on the device only while it's sent or accumulated.
     """
 
     def __init__(
@@ -138,13 +143,13 @@ class Shards:
                 ledger.hold(ROOT, Term(kind="optimizer", name=f"shards of {name}", **state))
 
     def _trained_padded(self) -> int:
-        """Return the number of values in all trained shards; FSDP2 pads rows, and FSDP1 counts values as they are."""
+        """Return the number of values in all trained shards, including FSDP2's padding of rows."""
         if len(self._trained) == len(self._shapes):
             return sum(unit.padded for unit in self.units.values())
         return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
 
     def update(self) -> None:
-        """Hold the temporaries of the optimizer's step for a moment, on top of all shards."""
+        """Hold the optimizer step's temporaries for a moment, on top of all shards."""
         if self._offloads:
             return
         largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)
@@ -180,17 +185,17 @@ class Shards:
         self._ledger.free(unit.name, "buffers", f"{use}, {unit.label}")
 
     def reduced_values(self, unit: Unit) -> int:
-        """Return how many values a unit reduces: FSDP1's flat tensor, or the padded rows that have a gradient."""
+        """Return the number of values that a unit reduces: FSDP1's flat tensor, or the padded rows with a gradient."""
         if self._api == "fsdp1":
             return unit.padded
         return padded_params("fsdp2", [self._shapes[name] for name in self.waiting(unit)], self.ranks)
 
     def lay_out(self, unit: Unit) -> None:
-        """Lay out gradients for the reduction as FSDP2 does, with `_chunk_cat`, which makes copies of its own on a CPU.
+        """Lay out gradients for the reduction as FSDP2 does, with `_chunk_cat`, which makes extra copies on a CPU.
 
-        Gradients whose rows don't split evenly across the ranks are copied to pad them, all at once. Gradients whose
-        precision differs from the reduction's are laid out one after the other, each through another copy. The GPU
-        kernel needs neither.
+        Gradients whose rows don't split evenly across the ranks are all copied at once, to pad them. Gradients whose
+        precision differs from the reduction's are laid out one after another, each through another copy. The GPU kernel
+        needs neither.
         """
         if self._backend == GPU_BACKEND:
             return
@@ -202,7 +207,7 @@ class Shards:
         self.free_buffer(LAID_OUT, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield the shape of each parameter that has a gradient, without and with padded rows."""
+        """Yield the shape of each parameter that has a gradient, without and with padding to equal shards."""
         for name in self.waiting(unit):
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
@@ -226,7 +231,7 @@ class Shards:
     def all_reduce(self, unit: Unit, values: int) -> None:
         """Sum a gradient's shard across the copies of the state, if there are several.
 
-        If each rank has its own copy, FSDP1's flat gradient is padded so that it splits evenly across all ranks.
+        If every rank has its own copy, FSDP1's flat gradient is padded so that it splits evenly across all ranks.
         """
         shard_values = values // self.ranks if self.ranks > 1 else -(-unit.values // self._replicas) * self._replicas
         full_bytes = self.sizes.reduced * shard_values
@@ -235,23 +240,23 @@ class Shards:
         )
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
-        """Hold the full gradient of one parameter."""
-        values, name = self._values[parameter], self._whole(self._unit_of[parameter])
+        """Hold one parameter's full gradient."""
+        values, name = self._values[parameter], self._full(self._unit_of[parameter])
         self._ledger.hold(parameter, Term(kind="gradients", name=name, values=values, value_bytes=value_bytes))
 
     def waiting(self, unit: Unit) -> list[str]:
         """Return the names of the unit's parameters whose full gradients are held."""
-        return [name for name in unit.parameters if self._ledger.holds(name, "gradients", self._whole(unit))]
+        return [name for name in unit.parameters if self._ledger.holds(name, "gradients", self._full(unit))]
 
     def is_waiting(self, parameter: str) -> bool:
-        return self._ledger.holds(parameter, "gradients", self._whole(self._unit_of[parameter]))
+        return self._ledger.holds(parameter, "gradients", self._full(self._unit_of[parameter]))
 
     def free_gradients(self, unit: Unit) -> None:
         for name in self.waiting(unit):
-            self._ledger.free(name, "gradients", self._whole(unit))
+            self._ledger.free(name, "gradients", self._full(unit))
 
     def take_flat_gradient(self, name: str, unit: Unit) -> None:
-        """Hold a unit's full gradients in one tensor, padded like its parameters to split evenly across the ranks."""
+        """Hold a unit's full gradients in one tensor, which is padded like its parameters."""
         size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
         self._ledger.hold(unit.name, Term(kind="gradients", name=f"{name}, {unit.label}", **size))
 
@@ -262,13 +267,13 @@ class Shards:
         self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")
 
     def has_shard(self, unit: Unit) -> bool:
-        """Return True if the unit already has the shard of a reduced gradient."""
+        """Return True if the unit already has a shard of its reduced gradient."""
         return self._ledger.holds(unit.name, "gradients", "shards")
 
     def take_shard(self, unit: Unit, values: int) -> None:
-        """Hold the shard of a reduced gradient; if there's one already, add the new shard to it and free the new one.
+        """Hold a shard of the reduced gradient; if there's one already, add the new shard to it, then free the new one.
 
-        The reduction leaves it in its own precision; then it's cast to that of the parameters.
+        The reduction returns the shard in its own precision; it's then cast to that of the parameters.
         """
         name = "new shard" if self.has_shard(unit) else "shards"
         size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}
@@ -276,5 +281,5 @@ class Shards:
         self._ledger.free(unit.name, "gradients", name if self._offloads else "new shard")
 
     @staticmethod
-    def _whole(unit: Unit) -> str:
-        return f"whole, {unit.label}"
+    def _full(unit: Unit) -> str:
+        return f"full, {unit.label}"

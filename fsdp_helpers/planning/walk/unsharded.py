@@ -1,21 +1,21 @@
-"""Walk through a rank that holds the full model: a single process, or a rank of DDP. No torch."""
+"""Walk through a step of a rank that holds the full model: a single process, or a DDP rank. No torch import."""
 
 from math import prod
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import Optimizer
+from fsdp_helpers.planning.precisions import ValueBytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
-from fsdp_helpers.planning.state import ValueBytes
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's own limits; a bucket is closed when it reaches its limit
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's defaults; a bucket is full once it reaches its limit
 
 
 class WholeModel:
     """A rank that keeps parameters and moments; gradients appear one by one, and DDP's buckets are always there.
 
-    The buckets are as large as the gradients. With `bucket_view`, they are the gradients. If a gradient arrives while
-    there's one already, it counts as part of the activations until it's added: the profile has it in flight.
+    The buckets are as large as the gradients. With `bucket_view`, they are the gradients. If a parameter already has a
+    gradient, a new one counts as part of the activations until it's added, since the profile has it in flight.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class WholeModel:
         self._bucket_view = config.strategy == "ddp" and config.bucket_view
         self._num_trained = sum(self._trained.values())
         trained = {"values": self._num_trained, "value_bytes": sizes.kept}
-        whole = Term(kind="parameters", name="whole", values=profile.num_params, value_bytes=sizes.kept)
-        ledger.hold(ROOT, whole)
+        full = Term(kind="parameters", name="full", values=profile.num_params, value_bytes=sizes.kept)
+        ledger.hold(ROOT, full)
         if profile.buffer_bytes:
             ledger.hold(ROOT, Term(kind="parameters", name="buffers", values=profile.buffer_bytes, value_bytes=1))
         for name, values, value_bytes in optimizer.state_terms(self._num_trained, sizes.kept):
             ledger.hold(ROOT, Term(kind="optimizer", name=name, values=values, value_bytes=value_bytes))
         if self._bucket_view:
-            ledger.hold(ROOT, Term(kind="gradients", name="whole, in buckets", **trained))
+            ledger.hold(ROOT, Term(kind="gradients", name="full, in buckets", **trained))
         elif config.strategy == "ddp":
             ledger.hold(ROOT, Term(kind="buffers", name="buckets", **trained))
 
     def begin_part(self, *, reduces: bool, is_last: bool) -> None:
-        """Note whether this micro-batch reduces; the gradients take the same memory either way."""
+        """Note whether this micro-batch's gradients are reduced; they take the same memory either way."""
         self._reduces = reduces
         self._backward_runs = False
 
@@ -65,11 +65,11 @@ class WholeModel:
         """Do nothing: no memory is freed."""
 
     def gradient(self, name: str) -> None:
-        """Take the gradient, and send its bucket if that's now full."""
+        """Take the gradient, and send its bucket if it's now full."""
         values = self._trained[name]
         if not self._bucket_view:
             size = {"values": values, "value_bytes": self._kept_bytes}
-            self._ledger.hold(name, Term(kind="gradients", name="whole", **size))
+            self._ledger.hold(name, Term(kind="gradients", name="full", **size))
         self._ledger.compute("backward", ROOT, values / self._num_trained)
         self._bucket.append(self._kept_bytes * values)
         if sum(self._bucket) >= self._limit:
@@ -81,7 +81,7 @@ class WholeModel:
         self._limit = FIRST_BUCKET_BYTES
 
     def update(self) -> None:
-        """Hold the temporaries of the optimizer's step for a moment."""
+        """Hold the optimizer step's temporaries for a moment."""
         values = self._optimizer.in_flight_values(self._num_trained, max(self._trained.values(), default=0))
         size = {"values": values, "value_bytes": self._kept_bytes}
         self._ledger.hold(ROOT, Term(kind="optimizer", name="in flight", **size))

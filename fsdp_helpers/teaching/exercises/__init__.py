@@ -1,1 +1,1 @@
-"""Checkers of the exercises, and the code their ranks run."""
+"""Checkers for the exercises, and the code that their ranks run."""

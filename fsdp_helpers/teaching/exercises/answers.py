@@ -13,9 +13,9 @@ BEYOND_ALL = 1e300  # no answer comes near it; infinity and NaN aren't below it,
 
 
 class NotYet(AssertionError):
-    """Raised when an answer is missing or wrong; a notebook shows only the message, behind an amber label.
+    """Raised when an answer is missing or wrong; a notebook shows only the message, after an amber label.
 
-    `cards` names the cards of notebook 11 about this failure; the notebook links to them above the message.
+    `cards` are the names of the cards in notebook 11 about this failure; the notebook links to them above the message.
     """
 
     look = "\x1b[30;43m"  # black on amber
@@ -26,7 +26,7 @@ class NotYet(AssertionError):
         super().__init__(f"{message} (in notebook 11: {', '.join(cards)})" if cards else message)
 
     def _render_traceback_(self) -> list[str]:
-        if self.cards and not self.has_shown_links:  # IPython asks twice: to show the error, and to keep it
+        if self.cards and not self.has_shown_links:  # IPython calls this twice: to show the error, and to save it
             self.has_shown_links = True
             show_links(self.cards)
         return [f"{self.look}Not yet:\x1b[0m {self}"]
@@ -56,9 +56,9 @@ _solved: set[str] = set()
 
 
 def exercise(notebook: str) -> Callable:
-    """Return a decorator for a notebook's checkers: their right verdicts are counted, and they raise only NotYet.
+    """Return a decorator for a notebook's checkers: it counts the exercises they pass, and lets them raise only NotYet.
 
-    An answer of an unexpected kind mustn't end in the checker's own traceback, which would show the solution.
+    An unexpected kind of answer mustn't end in a traceback through the checker, which would show the solution.
     """
 
     def register(checker: Callable[..., str]) -> Callable[..., Solved]:
@@ -83,7 +83,7 @@ def exercise(notebook: str) -> Callable:
 
 
 def show_links(cards: Sequence[str]) -> None:
-    """Show links to these cards of notebook 11, since links in an error's text can't be clicked."""
+    """Show links to these cards in notebook 11, since links in an error's text can't be clicked."""
     from IPython.display import Markdown, display  # ranks import this module too, and don't need IPython
 
     display(Markdown(f"Notebook 11 breaks the same thing on purpose, and fixes it: {' · '.join(map(link_to, cards))}"))
@@ -140,9 +140,9 @@ def error_line(error: BaseException) -> str:
 
 
 def in_short(value: Any) -> str:
-    """Describe a value for a message, in one line: its type and the start of its repr."""
+    """Describe a value for a message, in one line: the start of its repr, and its type."""
     text = " ".join(repr(value).split())
-    return f"a {type(value).__name__}, {text[:60]}{'...' if len(text) > 60 else ''}"
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} (type {type(value).__name__})"
 
 
 # ---------------------------------------------------------------- fresh cases
@@ -153,7 +153,7 @@ DRAW = random.SystemRandom()  # unpredictable, even if a notebook sets a seed
 
 
 def sizes_and_ranks(*edge_cases: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield sizes (bytes or parameters), each with a number of ranks that divides it: edge cases, then fresh ones."""
+    """Yield pairs of a size (bytes or parameters) and a number of ranks that divides it; the edge cases come first."""
     yield from edge_cases
     for _ in range(FRESH_CASES):
         world_size = DRAW.randint(2, 64)

@@ -1,4 +1,4 @@
-"""Exercises of notebook 01: count parameters, use up a memory budget, and find the largest batch."""
+"""Exercises for notebook 01: count parameters, use up a memory budget, and find the largest batch."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
     for budget_bytes in (0, 15, 16, 31, *(DRAW.randint(32, 80 * 10**9) for _ in range(FRESH_CASES))):
         answer = call(largest_model, budget_bytes)
         expect_whole(answer)
-        says = f"for {format_count(budget_bytes)} bytes your function says {format_count(answer)}; "
+        says = f"for {format_count(budget_bytes)} bytes, your function says {format_count(answer)}; "
         expect(16 * answer <= budget_bytes, f"{says}with their gradients and Adam's moments, that many don't fit")
         expect(16 * (answer + 1) > budget_bytes, f"{says}there's room for more")
     return "Right: 16 bytes per parameter, rounded down to a whole number of parameters."

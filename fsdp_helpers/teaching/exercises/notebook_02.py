@@ -1,4 +1,4 @@
-"""Exercises of notebook 02: find the smallest bucket that hides latency, and average gradients in buckets."""
+"""Exercises for notebook 02: find the smallest bucket that hides latency, and average gradients in buckets."""
 
 from collections.abc import Callable
 
@@ -19,20 +19,20 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 from fsdp_helpers.teaching.exercises.small_net import NET_PARAMS, build_net, train_averaging
 
 NET_BYTES = 4 * NET_PARAMS
-BUCKET_SIZES = (41_000, 1_000_000)  # bytes; the largest gradient fits in either, all gradients fit in the second
+BUCKET_SIZES = (41_000, 1_000_000)  # bytes; the largest gradient fits in either, and all gradients in the second
 
 
 @exercise("02")
 def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] | None) -> str:
     """Notebook 02: the smallest bucket, in bytes, for which latency is at most a tenth of a ring all-reduce's time."""
-    # One pass takes the link's latency plus the time to send one part. Fresh links range from loopback to another
-    # building's.
+    # One pass takes the link's latency plus the time to send one part. Fresh links range from a
+    # loopback to one between buildings.
     fresh = [(DRAW.randint(2, 2_048), DRAW.uniform(1, 200) * 1e-6, DRAW.uniform(0.1, 900) * 1e9) for _ in range(5)]
     for world_size, latency_s, bytes_per_s in [(2, 1e-5, 1e10), (8, 1e-5, 1e10), (8, 2e-5, 1e10), *fresh]:
         given = call(smallest_bucket, world_size, latency_s, bytes_per_s)
         expect_number(given)
         says = (
-            f"for {world_size} ranks, {latency_s * 1e6:.1f} µs and {bytes_per_s / 1e9:.1f} GB/s your function says"
+            f"for {world_size} ranks, {latency_s * 1e6:.1f} µs and {bytes_per_s / 1e9:.1f} GB/s, your function says"
             f" {given:,.0f} bytes; "
         )
         expect(given > 0, f"{says}an empty bucket sends nothing")
@@ -41,12 +41,12 @@ def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] 
         share = latency / (latency + bytes_on_their_way)
         expect(share < 0.1 + 1e-6, f"{says}latency then takes {share:.1%} of the all-reduce's time")
         expect(share > 0.1 - 1e-6, f"{says}latency takes only {share:.1%} of the time; a smaller bucket will do")
-    return "Right: per rank, the bytes that a link sends in nine latencies. Twice the ranks, twice the bucket."
+    return "Right: per rank, as many bytes as a link sends in nine latencies. Double the ranks, and the bucket doubles."
 
 
 @exercise("02")
 def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 02: `average_gradients(model, bucket_bytes)` gets DDP's losses, with one all-reduce per bucket."""
+    """Notebook 02: `average_gradients(model, bucket_bytes)` matches DDP's losses, with one all-reduce per bucket."""
     read_module(module, "average_gradients")
     for world_size in ranks:
         answer = run_on_ranks(average_by_reader, module, world_size)[0]

@@ -1,4 +1,4 @@
-"""Exercises of notebook 03: lower a run's peak, and write a unit."""
+"""Exercises for notebook 03: lower a run's peak, and write a unit."""
 
 import tracemalloc
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
@@ -34,7 +34,7 @@ from fsdp_helpers.teaching.exercises.small_net import (
 from fsdp_helpers.training.run import train
 
 LOWER_PEAK = RunTask(peak_bytes=30_000_000, fixed={"model": "shallow", "global_batch_size": 96, **AS_IT_IS})
-SLACK_BYTES = 4_000  # for step counters, a loss, a batch
+SLACK_BYTES = 4_000  # for step counters, a loss and a batch
 BUILT = "the unit is built"  # a mark in the trace
 SMALLEST_BYTES = 500  # objects at least this large may hold parameter values; a step's bookkeeping is smaller
 SAME_PEAK = 0.01  # relative difference allowed between the peaks of two runs with the same settings
@@ -42,7 +42,7 @@ SAME_PEAK = 0.01  # relative difference allowed between the peaks of two runs wi
 
 @exercise("03")
 def check_lower_peak(record: RunRecord | None) -> str:
-    """Notebook 03: a run of ShallowNet that peaks below 30 MB on every rank, with the same batch."""
+    """Notebook 03: a run of ShallowNet that peaks below 30 MB on every rank, without changing the batch."""
     verdict = judge_run(record, LOWER_PEAK)
     again = train(
         replace(record.config, max_steps=3), world_size=record.world_size, device=record.device, progress=False
@@ -50,8 +50,8 @@ def check_lower_peak(record: RunRecord | None) -> str:
     for told, measured in zip(record.ranks, again.ranks, strict=True):
         expect(
             abs(told.peak_bytes - measured.peak_bytes) <= SAME_PEAK * measured.peak_bytes,
-            f"your record says that rank {told.rank} peaks at {format_bytes(told.peak_bytes)}; when the same"
-            f" settings ran again, it peaked at {format_bytes(measured.peak_bytes)}",
+            f"your record says that rank {told.rank} peaks at {format_bytes(told.peak_bytes)}; when we"
+            f" ran the same settings again, it peaked at {format_bytes(measured.peak_bytes)}",
         )
     return verdict
 
@@ -60,34 +60,33 @@ def check_lower_peak(record: RunRecord | None) -> str:
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 03: a `Unit` with `shard`, `unshard`, `reduce_gradients` and `reshard`; a rank holds 16 P / N bytes."""
     read_module(module, "Unit")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(train_readers_unit, module, world_size)):
-            _expect_unit(found, -(-NET_PARAMS // world_size), f"on {world_size} ranks, rank {rank}: ")
+    for found, says, world_size in results_of(train_readers_unit, module, ranks):
+        _expect_unit(found, -(-NET_PARAMS // world_size), says)
     return f"Right: the same losses as one process on {in_words(ranks)} ranks, and 16 P / N bytes held on each."
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedUnit:
-    """The result of training with a reader's unit, on one rank."""
+    """The result, on one rank, of training with a reader's unit."""
 
     losses: list[float]
     right: list[float]  # one process's losses
     shard_values: int
     built_bytes: int  # held after `__init__`
     held_bytes: int  # held between steps
-    elsewhere_bytes: int  # held between steps outside of torch: NumPy arrays, and objects from the reader's lines
+    elsewhere_bytes: int  # held between steps outside of torch: NumPy arrays, and objects created by the reader's lines
     counts: dict[str, int]  # collectives in a step, by kind
 
 
 def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
     expect(
         found.counts == {"all_gather": 1, "reduce_scatter": 1},
-        f"{says}a step has these collectives: {found.counts or 'none'}; one all-gather and one reduce-scatter are"
+        f"{says}a step runs these collectives: {found.counts or 'none'}; one all-gather and one reduce-scatter are"
         " enough",
     )
     expect(
         found.shard_values == expected_values,
-        f"{says}the shard has {found.shard_values:,} values; do all ranks' shards have the same size?",
+        f"{says}the shard has {found.shard_values:,} values; are all ranks' shards the same size?",
     )
     expect(
         found.built_bytes <= 4 * expected_values + SLACK_BYTES,
@@ -148,8 +147,8 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
 def bytes_outside_of_torch(snapshot: tracemalloc.Snapshot, module: str) -> int:
     """Return the bytes of all NumPy arrays, and of the Python objects that the module's lines created.
 
-    Tensors' storage isn't included, since torch has its own memory trace; neither are small objects, such as the
-    Python objects of tensors.
+    Tensor storage isn't included, because `trace_memory` already counts it. Neither are small objects, such as the
+    Python objects that wrap tensors.
     """
     arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
     own_lines = tracemalloc.Filter(inclusive=True, filename_pattern=f"*{module}.py")

@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: choose a threshold and a transformer's units, and write hooks that unshard and reshard."""
+"""Exercises for notebook 04: choose a threshold and a transformer's units, and write hooks that unshard and reshard."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
@@ -54,14 +54,14 @@ THRESHOLD = RunTask(
         **AS_IT_IS,
     },
 )
-# By world size: with one unit fewer the peak is higher; with one more, there are too many collectives.
+# By world size: with one fewer unit, the peak is too high; with one more, there are too many collectives.
 CUT_PEAK_BYTES = {2: 2_300_000, 3: 1_900_000}
 CUT_COLLECTIVES = 14
 
 
 @exercise("04")
 def check_threshold(record: RunRecord | None) -> str:
-    """Notebook 04: choose DeepNet's units on two ranks, below a peak, with a limit on the collectives per step."""
+    """Notebook 04: choose DeepNet's units on two ranks, within limits on the peak and on the collectives per step."""
     return judge_run(record, THRESHOLD)
 
 
@@ -69,9 +69,8 @@ def check_threshold(record: RunRecord | None) -> str:
 def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 04: `shard_model(model, mesh)` chooses a transformer's units, for a low peak with few collectives."""
     read_module(module, "shard_model")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(train_readers_cut, module, world_size)):
-            _expect_cut(found, CUT_PEAK_BYTES[world_size], f"on {world_size} ranks, rank {rank}: ")
+    for found, says, world_size in results_of(train_readers_cut, module, ranks):
+        _expect_cut(found, CUT_PEAK_BYTES[world_size], says)
     return (
         f"Right: on {in_words(ranks)} ranks, with {found.num_collectives} collectives and "
         f"{format_bytes(found.peak_bytes)} at the peak."
@@ -80,11 +79,11 @@ def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedCut:
-    """The result of training a model whose units a reader chose, on one rank."""
+    """The result, on one rank, of training a model whose units a reader chose."""
 
     losses: list[float]
     right: list[float]  # one process's losses
-    whole: list[str]  # parameters that are not sharded
+    whole: list[str]  # parameters that aren't sharded
     in_root: list[str]  # blocks with parameters that belong only to the root
     peak_bytes: int
     num_collectives: int
@@ -92,7 +91,7 @@ class TrainedCut:
 
 def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
     expect(
-        not found.whole, f"{says}{len(found.whole)} parameters aren't in any unit, {first_of(found.whole)} among them"
+        not found.whole, f"{says}{len(found.whole)} parameters aren't in any unit, including {first_of(found.whole)}"
     )
     expect(
         found.peak_bytes < limit_bytes,
@@ -177,22 +176,21 @@ GATHERS = 2 * HOOKED_BLOCKS  # per step: one before each block's forward, and on
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedHooks:
-    """The result of training with a reader's hooks, on one rank."""
+    """The result, on one rank, of training with a reader's hooks."""
 
     losses: list[float]
     right: list[float]  # one process's losses
     num_gathers: int  # in the last step
-    left: dict[str, int]  # by moment, the bytes of blocks' full parameters while no block computes
+    left: dict[str, int]  # by moment, the blocks' bytes of full parameters while no block computes
     most_whole: int  # the most blocks that are unsharded at once while one computes
 
 
 @exercise("04")
 def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 04: `hook_block(block, whole, gather)` lets `whole` have bytes only while its block computes."""
+    """Notebook 04: `hook_block(block, whole, gather)` lets `whole` occupy memory only while its block computes."""
     read_module(module, "hook_block")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(train_readers_hooks, module, world_size)):
-            _expect_hooks(found, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, _ in results_of(train_readers_hooks, module, ranks):
+        _expect_hooks(found, says)
     return f"Right: on {in_words(ranks)} ranks, {GATHERS} all-gathers per step, and no full parameters in between."
 
 
@@ -201,7 +199,7 @@ def _expect_hooks(found: TrainedHooks, says: str) -> None:
         expect(num_bytes == 0, f"{says}{moment}, blocks still have {num_bytes:,} bytes; whose storage wasn't emptied?")
     expect(
         found.num_gathers == GATHERS,
-        f"{says}{found.num_gathers} all-gathers per step, not {GATHERS}: a block needs one in forward, one in backward",
+        f"{says}{found.num_gathers} all-gathers per step, not {GATHERS}: per block, one in forward and one in backward",
     )
     expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are unsharded at once while one computes")
     expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's")
@@ -219,7 +217,7 @@ class Block(nn.Module):
 
 
 class Widen(nn.Module):
-    """Repeat the columns; without parameters, the output doesn't need a gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
+    """Repeat the columns. There are no parameters, so the output needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.repeat(1, -(-HOOKED_WIDTH // WIDTH))[:, :HOOKED_WIDTH]
@@ -251,7 +249,7 @@ class ShardedBlock:
 
     @property
     def whole_bytes(self) -> int:
-        """Return the bytes that `whole` has at this moment."""
+        """Return the size of `whole`'s storage at this moment."""
         return self.whole.untyped_storage().nbytes()
 
     def gather(self, whole: Tensor) -> None:
@@ -275,7 +273,7 @@ class ShardedBlock:
 
 
 class Onlooker:
-    """An observer that counts the blocks' bytes of full parameters, and how many blocks are unsharded at once."""
+    """Records the blocks' bytes of full parameters, and the largest number of blocks unsharded at once."""
 
     def __init__(self, blocks: list[ShardedBlock]) -> None:
         self.blocks = blocks
@@ -287,11 +285,11 @@ class Onlooker:
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: ShardedBlock, when: str) -> None:
-        """Count the unsharded blocks while this one computes; raise if it isn't among them: the process would crash."""
+        """Count the unsharded blocks while this one computes; raise if it's resharded, which would crash."""
         if block.whole_bytes == 0:
-            first = " first" if block is self.blocks[0] and when == "backward" else ""
-            because = f"{first} block is empty{', before its last gradient: its inputs need none' if first else ''}"
-            raise RuntimeError(f"in {when}, a layer computes while the storage of its{because}")
+            is_first = block is self.blocks[0] and when == "backward"
+            because = "; this block's inputs need no gradient, so don't wait for one" if is_first else ""
+            raise RuntimeError(f"in {when}, a layer computes while its block's storage is empty{because}")
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
     def watch(self, module: Block, block: ShardedBlock) -> None:
@@ -302,7 +300,7 @@ class Onlooker:
 
 
 def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks:
-    """Train four blocks with the reader's hooks, and record when they have bytes."""
+    """Train four blocks with the reader's hooks, and record when their storage isn't empty."""
     hook_block: Callable = import_own(module, "hook_block")
     plain = build_model()
     right = plain_losses(plain, sgd(plain))

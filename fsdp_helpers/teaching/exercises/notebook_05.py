@@ -1,4 +1,4 @@
-"""Exercises of notebook 05: where offloaded bytes live, how to hide copying them, and which blocks to offload."""
+"""Exercises for notebook 05: where offloaded bytes live, how to hide the copies, and which blocks to offload."""
 
 from collections.abc import Callable, Iterator
 
@@ -27,7 +27,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
         for number in given:
             expect_number(number)
         on_device, on_host = given
-        says = f"for {format_count(num_params)} parameters on {world_size} rank(s) your function says "
+        says = f"for {format_count(num_params)} parameters on {world_size} rank(s), your function says "
         expect(
             abs(on_device) < 1,
             f"{says}{on_device:,.0f} bytes on the device; which of a unit's bytes are there between steps?",
@@ -42,7 +42,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
 
 @exercise("05")
 def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float], int] | None) -> str:
-    """Notebook 05: the fewest images per rank whose arithmetic takes at least as long as the copies of a step.
+    """Notebook 05: the fewest images per rank whose arithmetic takes at least as long as a step's copies.
 
     The arguments are the number of parameters, how many of them are in the root, the number of ranks, the seconds of
     arithmetic per image, and the link's bytes per second in each direction; both directions run at once, in parallel
@@ -59,18 +59,18 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
         expect(given >= 1, f"{says}a step has at least one image")
         expect(
             given * image_s >= (1 - 1e-9) * copies_s,
-            f"{says}the arithmetic ends before the copies do. Which bytes are copied to the device, how many times?",
+            f"{says}the arithmetic ends before the copies do. Which bytes are copied to the device, and how often?",
         )
         expect(
             given == 1 or (given - 1) * image_s < (1 + 1e-9) * copies_s,
-            f"{says}fewer images hide the copies, too. Which of a rank's bytes are copied, and which direction is "
-            f"slower?",
+            f"{says}fewer images would hide the copies, too. Which of a rank's bytes are copied, and which direction "
+            f"is slower?",
         )
-    return "Right: 4 (2 P - root) / N bytes copied to the device, hidden behind a number of images."
+    return "Right: 4 (2 P - root) / N bytes copied to the device, hidden behind enough images' arithmetic."
 
 
 def _links() -> Iterator[tuple[int, int, int, float, float]]:
-    """Yield models, ranks and links: edge cases, then fresh ones with few and with many images."""
+    """Yield models, ranks and links: edge cases, then fresh ones that take few or many images."""
     yield 1_000_000, 0, 1, 1e-3, 1e9  # 8 MB at 1 GB/s take 8 ms: 8 images
     yield 1_000_000, 1_000_000, 1, 1e-3, 1e9  # the root alone: 4 ms
     yield 1_000_000, 0, 8, 1e-2, 1e9  # 1 ms, less than an image takes
@@ -88,9 +88,9 @@ def check_plan(module: str = "my_plan") -> str:
     for case in _plan_cases():
         given = _plan_of_reader(plan, case)
         fitting = [count for count in range(case["num_blocks"] + 1) if _fits(count, **case)]
-        says = f"for {', '.join(f'{name}={value:,}' for name, value in case.items())} your function says {given}; "
+        says = f"for {', '.join(f'{name}={value:,}' for name, value in case.items())}, your function says {given}; "
         if given is None:
-            expect(not fitting, f"{says}there is a number of blocks that fits both memories")
+            expect(not fitting, f"{says}there's a number of blocks that fits both memories")
             continue
         expect(0 <= given <= case["num_blocks"], f"{says}the model has only {case['num_blocks']} blocks")
         expect(given in fitting, f"{says}{_what_is_too_small(given, case)}")
@@ -99,7 +99,7 @@ def check_plan(module: str = "my_plan") -> str:
 
 
 def _plan_cases() -> list[dict[str, int]]:
-    """Return cases for fresh models: all combinations of roomy and tight memories, exact limits included."""
+    """Return fresh models with device and host memory that's ample, too small, or exactly enough."""
     draw = DRAW.randint
     cases = []
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Exercises of notebook 06: a checkpoint's bytes and files, the interval between saves, and a loop that resumes."""
+"""Exercises for notebook 06: a checkpoint's bytes and files, the interval between saves, and a loop that resumes."""
 
 import io
 import os
@@ -42,10 +42,10 @@ from fsdp_helpers.teaching.exercises.small_net import (
 FLAT = 1e-4  # the time lost barely changes near the best interval: being off by 1% costs half of this
 LOOP_STEPS = 17
 SAVED_EVERY = 2
-KILLED_AFTER = 14  # steps, in the save that follows; above 9, since unpadded names sort wrongly from there
+KILLED_AFTER = 14  # steps, in the save that follows; above 9, where names without leading zeros sort wrongly
 IN_SAVE, IN_STEP = 77, 78  # exit statuses
-NEWEST_WHOLE = {IN_SAVE: KILLED_AFTER - SAVED_EVERY, IN_STEP: KILLED_AFTER}  # steps in the checkpoint to continue from
-BACKGROUND_S = 0.4  # time for a save that runs in the background
+NEWEST_WHOLE = {IN_SAVE: KILLED_AFTER - SAVED_EVERY, IN_STEP: KILLED_AFTER}  # steps, in the checkpoint to continue from
+BACKGROUND_S = 0.4  # how long a save in the background gets
 
 
 @exercise("06")
@@ -56,16 +56,16 @@ def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> s
         expect_number(given)
         expect(
             abs(given - 12 * num_params) < 1,
-            f"for {format_count(num_params)} parameters your function says {format_bytes(int(given))}, too"
+            f"for {format_count(num_params)} parameters, your function says {format_bytes(int(given))}, too"
             f" {'much' if given > 12 * num_params else 'little'}; which"
             " of a parameter's values does the next step need?",
         )
-    return "Right: 12 P, whatever the number of ranks."
+    return "Right: 12 P, for any number of ranks."
 
 
 @exercise("06")
 def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]] | None) -> str:
-    """Notebook 06: which old ranks' files a new rank opens, for a tensor sharded along its first dimension."""
+    """Notebook 06: which of the old ranks' files a new rank opens, for a tensor sharded along its first dimension."""
     draw = DRAW.randint
     fresh = [(draw(1, 200), draw(1, 9), draw(1, 9)) for _ in range(4 * FRESH_CASES)]
     # the same number of ranks; rows for only three of four ranks; ranges that touch but don't overlap; padding
@@ -79,7 +79,7 @@ def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]]
 
 
 def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: str) -> None:
-    """Raise NotYet unless `given` are the old ranks whose rows overlap `mine`, each once, in any order."""
+    """Raise NotYet unless `given` lists the old ranks whose rows overlap `mine`, each once, in any order."""
     expect(
         isinstance(given, list | tuple | range | set), f"the answer is {in_short(given)}; it should be a list of ranks"
     )
@@ -94,14 +94,14 @@ def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: st
 
 
 def _rows(num_rows: int, world_size: int, rank: int) -> range:
-    """Return the rows that FSDP gives a rank, split as by `torch.chunk`; the last ranks may get none."""
+    """Return the rows that FSDP gives a rank, split as `torch.chunk` does; the last ranks may get none."""
     rows_a_rank = -(-num_rows // world_size)
     return range(min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows))
 
 
 @exercise("06")
 def check_saving_interval(interval_s: Callable[[float, float], float] | None) -> str:
-    """Notebook 06: the seconds between checkpoints for which the least time is lost, by Young's formula."""
+    """Notebook 06: the interval between checkpoints, in seconds, that loses the least time, by Young's formula."""
     draw = DRAW.uniform
     for save_s, between_failures_s in (
         (10.0, 86_400.0),
@@ -114,7 +114,7 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
         least = 2 * (save_s / (2 * between_failures_s)) ** 0.5  # both are equal at the best interval
         expect(
             saving + lost_work <= (1 + FLAT) * least,
-            f"for saves of {save_s:.1f} s and a failure every {between_failures_s:,.0f} s your function says "
+            f"for saves of {save_s:.1f} s and a failure every {between_failures_s:,.0f} s, your function says "
             f"{given:,.1f} s, where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; "
             "a different interval costs less",
         )
@@ -141,9 +141,8 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
     for step, loss in losses.items():
         expect(
             abs(loss - right[step]) < TOLERANCE,
-            f"{says}has a loss of {loss:.5f} in step {step + 1}, but an uninterrupted run has a different one; did one "
-            "save "
-            "write everything it loads, and what does a step depend on besides the parameters?",
+            f"{says}has a loss of {loss:.5f} in step {step + 1}, but an uninterrupted run has a different one; does "
+            "everything it loads come from the same save, and what does a step depend on besides the parameters?",
             "save-plain-optimizer-state",
             "save-schedule-lost",
         )
@@ -159,7 +158,7 @@ def _run_until_killed(module: str, world_size: int, folder: str) -> int:
             if f"exit status {status}" in str(failure):
                 return status
         raise
-    raise NotYet(f"on {world_size} ranks your loop ends before step {KILLED_AFTER + 2}")
+    raise NotYet(f"on {world_size} ranks, your loop ends before step {KILLED_AFTER + 2}")
 
 
 def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
@@ -208,7 +207,7 @@ def run_readers_loop(
 
 
 def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a schedule that computes the rate from its own step count; others start from the optimizer's rate."""
+    """Return a schedule that computes the rate from its own step count; others compute it from the optimizer's rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.7**steps)
 
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 07: meet a peak, accumulate gradients over micro-batches, and compute their norm."""
+"""Exercises for notebook 07: stay below a peak, accumulate gradients over micro-batches, and compute their norm."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +71,10 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
         "wrong-summed-loss",
     )
     given = step["given_norm"]
-    expect(isinstance(given, float), f"{says}gradient_norm returns a {given}; it should be a number or a plain tensor")
+    expect(
+        isinstance(given, float),
+        f"{says}gradient_norm returns an object of type {given}; it should be a number or a plain tensor",
+    )
     expect(
         abs(given / step["norm"] - 1) < TOLERANCE,
         f"{says}gradient_norm says {given:.5f}, not the norm of the full gradient; whose shards does it cover?",
@@ -84,7 +87,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
 def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
     """Run the reader's steps; return each step's passes, reduce-scatters and gradient norms.
 
-    The norms are the one that the reader returns, the accumulated gradients' own before and after that call, and one
+    The norms are the one that the reader returns, the accumulated gradient's before and after that call, and one
     process's.
     """
     add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
@@ -118,14 +121,14 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def as_number(given: Any) -> float | str:
-    """Return a number, or a plain tensor that holds one, as a float; for anything else (even a DTensor), its type."""
+    """Return a number, or a plain tensor with one value, as a float; for all else, even a DTensor, its type's name."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__
 
 
 @contextmanager
 def note_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
-    """Yield a list of the passes of `model` within the block: ("forward" or "backward", number of images)."""
+    """Yield a list that records each pass of `model` within the block: ("forward" or "backward", number of images)."""
     passes = []
 
     def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:

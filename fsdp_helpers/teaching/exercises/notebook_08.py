@@ -1,4 +1,4 @@
-"""Exercises of notebook 08: count a transformer's parameters, find the fewest ranks for it, and start it sharded."""
+"""Exercises for notebook 08: count a transformer's parameters, find the fewest ranks for it, and load it sharded."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -33,7 +33,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     in_words,
     launch_readers,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 from fsdp_helpers.teaching.exercises.small_net import BLOCK_WIDTH, BLOCKS, TOKENS, plain_losses, sgd, train_averaging
 
@@ -46,14 +46,14 @@ LACKING = "blocks.3.linear1.weight"  # a file without it is damaged
 
 @exercise("08")
 def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
-    """Notebook 08: the number of parameters of a ViT, from the nine numbers of its shape."""
+    """Notebook 08: the number of parameters in a ViT, from the nine numbers in its shape."""
     for shape in [*VIT_SHAPES.values(), *(_fresh_shape() for _ in range(FRESH_CASES))]:
         with torch.device("meta"):
             right = count_params(ViT(shape))
         given = call(vit_parameters, **asdict(shape))
         expect_whole(given)
         says = (
-            f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())} your function says {given:,}"
+            f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())}, your function says {given:,}"
         )
         expect(given == right, f"{says}; the model with this shape has {'more' if given < right else 'fewer'}")
     return "Right for every shape, up to ten billion parameters."
@@ -76,14 +76,14 @@ def _fresh_shape() -> ViTShape:
 
 @exercise("08")
 def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
-    """Notebook 08: the fewest ranks that can start a model on meta, layer by layer; None if it never fits.
+    """Notebook 08: the fewest ranks that can initialize a model from meta, layer by layer; None if it never fits.
 
-    `layers` lists parameters per layer, each layer one tensor; a device has room for `device_bytes`. Shards aren't
-    rounded up.
+    `layers` lists the number of parameters in each layer, which is one tensor; a device has room for `device_bytes`.
+    Shards aren't rounded up.
     """
     for layers, device_bytes in _starts():
         given = call_or_none(fewest_ranks, layers, device_bytes)
-        says = f"for layers of {layers} parameters and devices of {device_bytes:,} bytes your function says {given}; "
+        says = f"for layers of {layers} parameters and devices of {device_bytes:,} bytes, your function says {given}; "
         if given is None:
             # A million ranks keep next to nothing of each layer.
             expect(not _starts_on(10**6, layers, device_bytes), f"{says}with enough ranks, it fits")
@@ -92,7 +92,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
         expect(given >= 1, f"{says}there has to be at least one rank")
         expect(_starts_on(given, layers, device_bytes), f"{says}with {given} rank(s), a device is too small")
         fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
-        expect(not fewer, f"{says}fewer ranks can start it, too")
+        expect(not fewer, f"{says}fewer ranks are enough")
     return "Right: more ranks make shards smaller, but the largest layer has to fit unsharded."
 
 
@@ -111,7 +111,7 @@ def _starts() -> list[tuple[list[int], int]]:
 
 
 def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
-    """Return True if all shards, the largest layer unsharded, and a copy of its shard fit, in exact integers."""
+    """Return True if all shards, the unsharded largest layer and a copy of its shard fit; uses exact integers."""
     return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
 
 
@@ -119,32 +119,31 @@ def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
 def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 08: `start_sharded(build, weights, mesh)` builds on meta, shards, and loads rank 0's weights."""
     read_module(module, "start_sharded")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(start_by_reader, module, world_size)):
-            _expect_start(found, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, _ in results_of(start_by_reader, module, ranks):
+        _expect_start(found, says)
     _expect_short_file_refused(module, ranks[0])
-    return f"Right: on {in_words(ranks)} ranks, rank 0's weights, all of them, and never more than one full layer."
+    return f"Right: on {in_words(ranks)} ranks, all of rank 0's weights, and never more than one full layer in memory."
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartedByReader:
-    """The result of a reader's start, on one rank."""
+    """The result, on one rank, of a reader's `start_sharded`."""
 
-    whole: list[str]  # parameters that are not sharded
+    whole: list[str]  # parameters that aren't sharded
     on_meta: list[str]
     units: list[str]
     is_tied: bool
     buffer_right: bool
-    extra_bytes: int  # the most allocated during the start, on top of what stays
+    extra_bytes: int  # the most allocated during the start, on top of the sharded model
     losses: list[float]
     right: list[float]  # one process's losses with the same weights
 
 
 def _expect_start(found: StartedByReader, says: str) -> None:
-    expect(not found.whole, f"{says}{len(found.whole)} tensors aren't in any unit, {first_of(found.whole)} among them")
+    expect(not found.whole, f"{says}{len(found.whole)} tensors aren't in any unit, including {first_of(found.whole)}")
     expect(
         not found.on_meta,
-        f"{says}{len(found.on_meta)} tensors are still on meta, {first_of(found.on_meta)} among them",
+        f"{says}{len(found.on_meta)} tensors are still on meta, including {first_of(found.on_meta)}",
         "wrong-meta-buffers",
     )
     expect(
@@ -154,8 +153,8 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.extra_bytes <= START_EXTRA_BYTES,
-        f"{says}{format_bytes(found.extra_bytes)} were needed on top of what stays, enough for several layers at once; "
-        "is the full model in memory for a moment?",
+        f"{says}start_sharded needs {format_bytes(found.extra_bytes)} on top of the sharded model, room for several "
+        "layers; is the full model in memory for a moment?",
     )
     expect(
         found.is_tied,
@@ -164,7 +163,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.buffer_right,
-        f"{says}the buffer doesn't have its values; they aren't in any file, and no rank sends them",
+        f"{says}the buffer has the wrong values; they aren't in any file, and no rank sends them",
         "wrong-meta-buffers",
     )
     expect_same_losses(
@@ -176,13 +175,13 @@ def _expect_start(found: StartedByReader, says: str) -> None:
 
 
 def _expect_short_file_refused(module: str, world_size: int) -> None:
-    """Raise NotYet unless the reader's start fails, on any rank, when the weights lack one of a block's tensors."""
+    """Raise NotYet unless `start_sharded` fails, on any rank, when the weights lack one of a block's tensors."""
     try:
         launch_readers(start_from_short_file, module, world_size)
     except RankError:
         return
     raise NotYet(
-        f"your model starts even from weights without {LACKING}, with garbage in its place; only {TIED} may be missing"
+        f"start_sharded accepts weights without {LACKING}, and leaves garbage in its place; only {TIED} may be missing"
     )
 
 
@@ -219,18 +218,18 @@ class PretrainedTransformer(nn.Module):
 
 
 def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
-    """Let the reader's `start_sharded` start the model from rank 0's weights, check the result, and train it."""
+    """Let the reader's `start_sharded` load rank 0's weights, check the resulting model, and train it."""
     start_sharded = import_own(module, "start_sharded")
     torch.manual_seed(0)
     plain = PretrainedTransformer()
-    saved = file_of(plain)  # made before the trace begins, so it isn't counted
+    saved = file_of(plain)  # copied before the trace begins, so it isn't counted
     right = plain_losses(plain, sgd(plain))
     torch.manual_seed(rank + 1)  # a start that draws new values gets different ones on each rank
     weights = dict(saved) if rank == 0 else {}
     with trace_memory("cpu") as trace:
         model = start_sharded(PretrainedTransformer, weights, init_device_mesh("cpu", (world_size,)))
     if not isinstance(model, nn.Module):
-        raise TypeError(f"start_sharded returns a {type(model).__name__}; it should return the model")
+        raise TypeError(f"start_sharded returns an object of type {type(model).__name__}; it should return the model")
     curve = trace.whole().curve
     parameters = dict(model.named_parameters())
     found = {
@@ -248,12 +247,12 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
 
 
 def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
-    """Return the model's tensors as a safetensors file has them: one with two names appears only under the first."""
+    """Return the model's tensors as a safetensors file has them: a tied one appears only under its first name."""
     return {name: value.clone() for name, value in model.state_dict().items() if name != TIED}
 
 
 def start_from_short_file(rank: int, world_size: int, module: str) -> None:
-    """Let the reader's `start_sharded` start from weights that lack one of a block's tensors; it should fail."""
+    """Give the reader's `start_sharded` weights that lack one of a block's tensors; it should fail."""
     start_sharded = import_own(module, "start_sharded")
     weights = file_of(PretrainedTransformer())
     del weights[LACKING]

@@ -31,7 +31,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     """Notebook 09: `largest_batch(model, world_size, device_gb, allowance_gb)`, in images per rank; None if none fits.
 
     The model trains with FSDP2 in fp32, with a unit per block and every block recomputed. At the end, a real rank of N
-    trains with the reader's number on a very small device.
+    trains with the reader's batch on a very small device.
     """
     largest_batch = read_module(module, "largest_batch", with_package=True)
     cases = _cases(num_cases)
@@ -42,10 +42,11 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     peak_bytes = small_rank_peak(images)
     expect(
         peak_bytes <= (1 + TOLERANCE) * SMALL_GB * GB,
-        f"one real rank of {SMALL_RANKS} peaks at {format_bytes(peak_bytes)} with your {images} images",
+        f"with your {images} images, one real rank of {SMALL_RANKS} peaks at {format_bytes(peak_bytes)}, above its "
+        f"{format_bytes(round(SMALL_GB * GB))}",
     )
     return (
-        f"Right on every cluster; and one real rank of {SMALL_RANKS} with your {images} images peaks at "
+        f"Right on every cluster; one real rank of {SMALL_RANKS}, with your {images} images, peaks at "
         f"{format_bytes(peak_bytes)} of {format_bytes(round(SMALL_GB * GB))}."
     )
 
@@ -66,9 +67,9 @@ def _cases(num_cases: int) -> list[dict[str, Any]]:
 
 
 def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
-    """Raise NotYet unless the reader's batch fits and one more image does not."""
+    """Raise NotYet unless the reader's batch fits and one more image doesn't."""
     given = call_or_none(largest_batch, *case.values())
-    says = f"for {', '.join(f'{name}={value}' for name, value in case.items())} your function says {given}; "
+    says = f"for {', '.join(f'{name}={value}' for name, value in case.items())}, your function says {given}; "
     subject = named_subject(case["model"])
     if given is None:
         expect(_spare(subject, 1, case) < 0, f"{says}one image on each rank fits")

@@ -1,6 +1,6 @@
 """Check a job script: read its directives, and run it with stand-ins for Slurm and torchrun.
 
-Any script that would do the right thing on a cluster passes, however it's written.
+Any script that would do the right thing on a cluster passes, no matter how it's written.
 """
 
 import io
@@ -22,12 +22,12 @@ from torch.distributed.run import get_args_parser
 
 from fsdp_helpers.teaching.exercises.answers import NotYet, exercise, expect
 
-# ---------------------------------------------------------------- the script among stand-ins
+# ---------------------------------------------------------------- a run with stand-ins
 
 
 GPUS = 4  # per node
-TIMEOUT_S = 60.0  # limit of a run with the stand-ins, which takes two
-SIGTERM_S = 4.0  # limit from the script's signal to SIGTERM at every torchrun, which takes a tenth of a second
+TIMEOUT_S = 60.0  # limit for a run with the stand-ins, which takes about two seconds
+SIGTERM_S = 4.0  # limit for every torchrun to get SIGTERM after the script's signal; it takes a tenth of a second
 SAVING_S = 1.0  # how long torchruns save after SIGTERM; a script that doesn't wait for them has ended by then
 LOOK_S = 0.05  # between two checks
 DEFAULT_SHUTDOWN_S = "30"  # how long torchrun waits for its ranks by default
@@ -37,7 +37,7 @@ STAND_INS = {
     + """
 own=()
 while [[ $1 == -* ]]; do
-    if [[ $1 =~ ^-[NnctwJoe]$ || $1 != *=* && $2 =~ ^[0-9]+$ ]]; then shift; fi  # a value of its own
+    if [[ $1 =~ ^-[NnctwJoe]$ || $1 != *=* && $2 =~ ^[0-9]+$ ]]; then shift; fi  # the option's value
     shift
 done
 trap 'kill -TERM "${own[@]}" 2>/dev/null' TERM
@@ -84,7 +84,7 @@ class Done:
     torchruns: list["Torchrun"]
     calls: str
     num_asked: int  # how many torchruns got SIGTERM
-    left_early: bool  # the script ended, or queued the job again, while they saved
+    left_early: bool  # the script ended, or requeued the job, while they were saving
 
     @property
     def endpoint(self) -> str:
@@ -93,7 +93,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """One call of torchrun: two variables that it reads, and its options as torch parses them."""
+    """One call to torchrun: two variables that it reads, and its options as torch parses them."""
 
     fresh_store: str
     shutdown_s: str
@@ -112,7 +112,7 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
         raise NotYet(
             f"torchrun doesn't accept its arguments: {said.getvalue().rpartition('error: ')[2].strip()}"
         ) from None
-    asked_s = getattr(options, "shutdown_timeout", None)  # an argument that torch 2.11 does not have
+    asked_s = getattr(options, "shutdown_timeout", None)  # an argument that torch 2.11 doesn't have
     timeout_s = shutdown_s if asked_s is None else asked_s
     return Torchrun(fresh_store, str(timeout_s or DEFAULT_SHUTDOWN_S), options)
 
@@ -219,7 +219,7 @@ def _signal_of(told: str) -> int:
     return int(name) if name.isdigit() else signal.Signals[f"SIG{name}"]
 
 
-# ---------------------------------------------------------------- what the checker wants
+# ---------------------------------------------------------------- the requirements
 
 NODES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")  # of the job, submitted as its script asks
 FEWER = ("gpu-5", "gpu-7")  # of the same script, submitted with `sbatch --nodes=2`
@@ -230,7 +230,7 @@ SHORT_OPTIONS = {"-p": "partition", "-A": "account", "-N": "nodes", "-t": "time"
 
 @exercise("10")
 def check_job_script(path: str) -> str:
-    """Notebook 10: a job of four nodes with four GPUs each, which saves before its time limit and then continues."""
+    """Notebook 10: a job on four nodes with four GPUs each that saves before its time limit and then continues."""
     expect(isinstance(path, str), f"the answer is {path!r}; it should be the name of your script, as a string")
     expect(Path(path).is_file(), f"there is no {path} here; run the cell that writes it")
     text = Path(path).read_text()
@@ -253,7 +253,7 @@ def check_job_script(path: str) -> str:
     )
 
 
-# ---------------------------------------------------------------- what the script tells Slurm
+# ---------------------------------------------------------------- the script's directives
 
 
 def read_directives(text: str) -> dict[str, str]:
@@ -288,7 +288,7 @@ def _check_directives(told: dict[str, str]) -> None:
     gpus = told.get("gpus-per-node") or told.get("gres", "").removeprefix("gpu")
     expect(
         gpus.rpartition(":")[2] == str(GPUS),
-        f"#SBATCH: {gpus or 'no'} GPUs per node are requested; each node has {GPUS}: --gpus-per-node",
+        f"#SBATCH --gpus-per-node: the script requests {gpus or 'no'} GPUs per node; each node has {GPUS}",
     )
     limit = told.get("time", "")
     expect(bool(re.fullmatch(r"[\d:-]*\d", limit)), "#SBATCH --time: the job needs a time limit")
@@ -302,19 +302,19 @@ def _check_directives(told: dict[str, str]) -> None:
     expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s before the limit; saving takes up to {LEAD_S} s")
 
 
-# ---------------------------------------------------------------- what the script does
+# ---------------------------------------------------------------- the script's runs
 
 
 def _run_to_its_end(path: str, told: dict[str, str], job: int) -> Done:
     done, status = run_script(path, told, job, NODES, ends=True)
     _expect_one_per_node(done, NODES)
     expect(status == 0, f"every torchrun succeeded, but the script exited with status {status}")
-    expect("scontrol requeue" not in done.calls, "the training was finished, but the script requeued the job")
+    expect("scontrol requeue" not in done.calls, "the training had finished, but the script requeued the job")
     return done
 
 
 def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
-    """Run the script as if submitted with fewer nodes, with different names, until its time is up."""
+    """Run the script as if it were submitted to fewer nodes, with different names, until its time is up."""
     done, _ = run_script(path, told, job, FEWER, ends=False)
     _expect_one_per_node(done, FEWER)
     expect(
@@ -326,7 +326,7 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
     expect(
         not done.left_early,
         f"the script {'requeued the job' if queued else 'ended'} while ranks were saving, which stops them: srun "
-        "has to end first, and a signal ends bash's `wait` before that",
+        "has to end first, and a signal makes bash's `wait` return before that",
     )
     expect(
         f"scontrol requeue {job}" in done.calls,
@@ -371,6 +371,6 @@ def _check_torchruns(done: Done, nodes: tuple[str, ...]) -> None:
         )
         expect(
             torchrun.shutdown_s.isdigit() and int(torchrun.shutdown_s) >= LEAD_S,
-            f"torchrun kills ranks {torchrun.shutdown_s} s after SIGTERM; saving takes up to {LEAD_S} s; which "
+            f"torchrun kills ranks {torchrun.shutdown_s} s after SIGTERM, but saving takes up to {LEAD_S} s; which "
             "variable makes it wait longer?",
         )

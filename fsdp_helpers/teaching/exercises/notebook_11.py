@@ -1,4 +1,4 @@
-"""The exercise of notebook 11: diagnose runs with unnamed faults from the gallery."""
+"""The exercise for notebook 11: diagnose runs with unnamed faults from the gallery."""
 
 import inspect
 import random
@@ -95,7 +95,7 @@ def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
         expect_answered(answer)
         expect(
             isinstance(answer, tuple) and len(answer) == 3,
-            f"case {number}: give three words, the symptom, the cause and the letter of the fix",
+            f"case {number}: give a tuple of three: the symptom, the cause and the letter of the fix",
         )
         check_case(number, case, answer, cases.fixes)
     return f"All {len(cases.cases)} found, each with its fix. Draw again for different ones."

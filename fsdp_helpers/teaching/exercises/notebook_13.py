@@ -1,4 +1,4 @@
-"""Exercises of notebook 13: average the loss over documents, cap logits in chunks, and save just the adapters."""
+"""Exercises for notebook 13: average the loss over documents, cap logits in chunks, and save just the adapters."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 
 SHAPE = LlamaShape(
@@ -41,10 +41,10 @@ LENGTHS = {
     2: (((40, 3, 17, 0), (9,)), ((30,), (25, 6))),
     3: (((40, 3, 17), (9,)), ((30,), (25, 6, 0)), ((12, 50), (21, 8, 35, 4))),
 }
-WORDS, NUM_TOKENS = 4_000, 256  # for the logits in chunks: size of the vocabulary, tokens
+WORDS, NUM_TOKENS = 4_000, 256  # for the logits in chunks: the vocabulary's size, and the number of tokens
 CAP = 5.0  # for the capped logits
 LOGITS_BYTES = 4 * WORDS * NUM_TOKENS  # 4.1 MB
-# With four chunks: four tensors of a fourth of the logits, and the head's gradient.
+# With four chunks: four tensors, each a quarter of the logits' size, and the head's gradient.
 CHUNKED_PEAK_BYTES = LOGITS_BYTES + 4 * WORDS * SHAPE.width
 ADAPTED = ("q_proj", "v_proj")  # as in Hu et al. 2021, arXiv:2106.09685
 ADAPTERS = ("lora_a", "lora_b")
@@ -57,11 +57,10 @@ SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is f
 
 @exercise("13")
 def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `backward_by_documents(model, parts)` divides summed losses by all ranks' number of documents."""
+    """Notebook 13: `backward_by_documents(model, parts)` divides summed losses by the total number of documents."""
     read_module(module, "backward_by_documents")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(documents_by_reader, module, world_size)):
-            _expect_documents(found, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, _ in results_of(documents_by_reader, module, ranks):
+        _expect_documents(found, says)
     return f"Right: every document counts once, on {in_words(ranks)} ranks, with each unit reduced once."
 
 
@@ -70,7 +69,7 @@ def _expect_documents(found: dict[str, float], says: str) -> None:
     expect(found["reduced"] > 0, f"{says}no gradients were reduced; which backward should reduce them?")
     expect(
         found["computed"] <= found["own"],
-        f"{says}the model computed {found['computed']} tokens, but this rank's parts have only {found['own']}",
+        f"{says}the model processed {found['computed']} tokens, but this rank's parts have only {found['own']}",
     )
     expect(
         found["reduced"] <= NUM_UNITS,
@@ -109,7 +108,7 @@ def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, fl
     if not reduced:
         return {"reduced": 0}
     mine, full = whole_gradient(model), whole_gradient(plain)
-    along = (mine @ full) / (full @ full)  # how much of it lies in the right direction
+    along = (mine @ full) / (full @ full)  # how much of it points in the right direction
     return {
         "reduced": reduced,
         "computed": sum(computed),
@@ -135,7 +134,7 @@ def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def build_llama() -> Llama:
-    """Build a small Llama, the same on every rank, with weights large enough that tokens differ."""
+    """Build a small Llama, equal on every rank, with weights large enough to give tokens clearly different logits."""
     torch.manual_seed(0)
     model = Llama(SHAPE)
     with torch.no_grad():
@@ -159,9 +158,8 @@ def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> s
     """Notebook 13: `chunked_loss(hidden, head, targets, cap)` caps logits and computes the loss a chunk at a time."""
     read_module(module, "chunked_loss")
     plain_bytes = peak_of(capped_loss)
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(chunks_by_reader, module, world_size)):
-            _expect_chunks(found, f"on {world_size} ranks, rank {rank}: ")
+    for found, says, _ in results_of(chunks_by_reader, module, ranks):
+        _expect_chunks(found, says)
     return f"Right: {format_bytes(found['peak_bytes'])} instead of {format_bytes(plain_bytes)}, with the same numbers."
 
 
@@ -173,7 +171,7 @@ def _expect_chunks(found: dict[str, float], says: str) -> None:
     expect(found["error"] < TOLERANCE, f"{says}the gradient differs by {found['error']:.1%} from the plain loss's")
     expect(
         found["peak_bytes"] < 1.05 * CHUNKED_PEAK_BYTES,
-        f"{says}head and loss peak at {format_bytes(found['peak_bytes'])}; the target is below "
+        f"{says}the head and the loss peak at {format_bytes(found['peak_bytes'])}; the target is below "
         f"{format_bytes(1.05 * CHUNKED_PEAK_BYTES)}. Which logits does backward still have?",
     )
 
@@ -192,7 +190,7 @@ def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float
     targets = numbers.roll(-1, dims=1).masked_fill(numbers < 30, IGNORED)
     right, given = plain(numbers, targets, capped_loss), model(numbers, targets, chunked_loss)
     if not isinstance(given, Tensor):
-        raise TypeError(f"chunked_loss returns a {type(given).__name__}; it should be a tensor")
+        raise TypeError(f"chunked_loss returns an object of type {type(given).__name__}; it should be a tensor")
     for loss in (right, given):
         loss.backward()
     mine, whole = whole_gradient(model), whole_gradient(plain)
@@ -220,7 +218,7 @@ def peak_of(loss: Callable[..., Tensor]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByReader:
-    """The content of the reader's file, and the result of loading it, on one rank."""
+    """The contents of the reader's file and the result of loading it, on one rank."""
 
     problem: str | None  # with the file
     names: tuple[str, ...] = ()  # in the file
@@ -238,23 +236,23 @@ def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) 
     with tempfile.TemporaryDirectory() as folder:
         for world_size in ranks:
             path = str(Path(folder, f"adapters-{world_size}.safetensors"))
-            for rank, found in enumerate(run_on_ranks(adapters_by_reader, module, world_size, path)):
-                _expect_adapters(found, expected, f"on {world_size} ranks, rank {rank}: ")
+            for found, says, _ in results_of(adapters_by_reader, module, (world_size,), path):
+                _expect_adapters(found, expected, says)
     return f"Right: {len(expected)} tensors and nothing else, saved and loaded on {in_words(ranks)} ranks."
 
 
 def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> None:
     expect(found.problem is None, f"{says}{found.problem}")
     extra, lacking = sorted(set(found.names) - expected), sorted(expected - set(found.names))
-    expect(not lacking, f"{says}the file lacks {len(lacking)} trained tensors, {first_of(lacking)} among them")
-    expect(not extra, f"{says}the file has {len(extra)} tensors that are not trained, {first_of(extra)} among them")
+    expect(not lacking, f"{says}the file lacks {len(lacking)} trained tensors, including {first_of(lacking)}")
+    expect(not extra, f"{says}the file has {len(extra)} tensors that aren't trained, including {first_of(extra)}")
     expect(
         found.wrong is None,
         f"{says}in the file, {found.wrong} differs from the model's values at the time of saving",
     )
     expect(
         found.restored < TOLERANCE,
-        f"{says}after loading, logits differ by up to {found.restored:.2f} from before saving",
+        f"{says}after loading, logits differ by up to {found.restored:.2f} from those before saving",
     )
     expect(found.base_kept, f"{says}loading changes frozen weights")
 
@@ -294,7 +292,7 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
 
 @torch.no_grad()
 def two_adapters() -> Llama:
-    """Build the model with a frozen adapter and a second, trained one."""
+    """Build the model with two adapters: a frozen one, and one to train."""
     model = add_adapters(add_adapters(build_llama(), ADAPTER_RANK), ADAPTER_RANK, SECOND)
     for name, parameter in model.named_parameters():
         if name.endswith((*ADAPTERS, *SECOND)):
@@ -320,7 +318,7 @@ def whole_gradient(model: nn.Module) -> Tensor:
 
 
 def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
-    """Freeze the model, and add to some layers the product of two thin matrices, which aren't initialized yet.
+    """Freeze the model, and give some layers an adapter: the product of two thin matrices, not initialized yet.
 
     Existing tensors keep their names, so the model's files still fit. An adapter that exists already, under different
     names, is frozen and belongs to the model.

@@ -1,4 +1,4 @@
-"""Exercise of notebook 14: move a DDP script to FSDP2 in the middle of its training."""
+"""The exercise for notebook 14: move a DDP training run to FSDP2 midway."""
 
 import tempfile
 from collections.abc import Callable
@@ -26,22 +26,22 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
 
 MOVED_AT, LAST_STEP = 6, 12  # steps
 BATCH, PARTS = 24, 2  # the global batch; it splits into two parts and across 2 or 3 ranks
 WIDTH, HIDDEN, CLASSES, BLOCKS = 10, 25, 5, 3  # HIDDEN isn't a multiple of 2 or 3
-LEARNING_RATE, MAX_NORM = 3e-3, 0.5  # the gradient is longer than that, so clipping counts
+LEARNING_RATE, MAX_NORM = 3e-3, 0.5  # the gradient is longer than that, so clipping matters
 UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
 Parts = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MovedByReader:
-    """The result of a reader's move, on one rank."""
+    """The result, on one rank, of a reader's move."""
 
-    whole: list[str]  # parameters that are not sharded
+    whole: list[str]  # parameters that aren't sharded
     units: list[str]
     num_unsharded: int  # calls of `loss_of`, with gradients enabled, on a model that wasn't sharded
     num_reductions: int  # reduce-scatters in all steps
@@ -49,24 +49,24 @@ class MovedByReader:
     right: list[float]  # the baseline's, under DDP
     held_out: list[float]
     right_held_out: list[float]
-    in_file: str  # what is wrong with the file that was written, or ""
+    in_file: str  # the problem with the file that was written, or ""
 
 
 @exercise("14")
 def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 14: `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)` continues from DDP's file."""
+    """Notebook 14: `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)` continues a DDP run."""
     read_module(module, "go_on")
     for world_size in ranks:
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
-            for rank, found in enumerate(run_on_ranks(move_by_reader, module, world_size, folder)):
-                _expect_moved(found, f"on {world_size} ranks, rank {rank}: ")
+            for found, says, _ in results_of(move_by_reader, module, (world_size,), folder):
+                _expect_moved(found, says)
     return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, with the losses of the baseline."
 
 
 def _expect_moved(found: MovedByReader, says: str) -> None:
     expect(
         not found.whole,
-        f"{says}{len(found.whole)} parameters aren't sharded, {first_of(found.whole)} among them; under FSDP2, a rank "
+        f"{says}{len(found.whole)} parameters aren't sharded, including {first_of(found.whole)}; under FSDP2, a rank "
         "keeps only its shards",
     )
     expect(
@@ -102,18 +102,19 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     expect(
         found.num_reductions == expected * len(UNITS),
         f"{says}{found.num_reductions} reductions in {expected} steps; one per step for each of the {len(UNITS)} units"
-        f" is enough, even with {PARTS} micro-batches; what takes the place of no_sync?",
+        f" is enough, even with {PARTS} micro-batches. What takes the place of no_sync?",
         "slow-gather-every-micro-batch",
     )
     expect(
         len(found.held_out) == expected,
-        f"{says}the held-out data was evaluated {len(found.held_out)} times; {expected} are expected, on every rank",
+        f"{says}the held-out data was evaluated {len(found.held_out)} times; every rank has to evaluate it "
+        f"after each of the {expected} steps",
         "hang-uneven-batches",
     )
     expect_same_losses(
         found.held_out,
         found.right_held_out,
-        f"{says}the held-out loss isn't the loss on all held-out data",
+        f"{says}the held-out loss isn't the loss on all of the held-out data",
         "wrong-sampler-padding",
     )
     expect(not found.in_file, f"{says}{found.in_file}")
@@ -150,7 +151,7 @@ class MovedModel(nn.Module):
 
 
 def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> MovedByReader:
-    """Train the baseline under DDP, saving in the middle, and let the reader's `go_on` continue from that file."""
+    """Train the baseline under DDP, save a file midway, and let the reader's `go_on` continue from it."""
     go_on = import_own(module, "go_on")
     torch.manual_seed(0)
     checkpoint, written = Path(folder) / "ddp.pt", Path(folder) / "moved.pt"
@@ -180,8 +181,8 @@ def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> Move
     with trace_collectives() as seen:
         model = go_on(MovedModel, mesh, parts_of, loss_of, load_batch(-1), saved, LAST_STEP, str(written))
     if not isinstance(model, nn.Module):
-        raise TypeError(f"go_on returns a {type(model).__name__}; it should return the model")
-    dist.barrier()  # after this, the file is written
+        raise TypeError(f"go_on returns an object of type {type(model).__name__}; it should return the model")
+    dist.barrier()  # after this, the file is complete
     return MovedByReader(
         whole=[name for name, own in model.named_parameters() if not isinstance(own, DTensor)],
         units=unit_names(model) if isinstance(model, FSDPModule) else [],
@@ -242,5 +243,5 @@ def problem_in_file(path: Path, right: MovedModel) -> str:
         if isinstance(value, DTensor) or value.shape != wanted[name].shape:
             return f"{name} in the file is a shard; one process can't load it"
         if (value - wanted[name]).abs().max() > TOLERANCE:
-            return f"{name} in the file doesn't match the end of the baseline"
+            return f"{name} in the file doesn't match the baseline's final values"
     return ""

@@ -1,4 +1,4 @@
-"""Exercises of notebook 15: split an MLP across ranks, label a split sequence, and choose mesh dimensions."""
+"""Exercises for notebook 15: split an MLP across ranks, label a split sequence, and choose mesh dimensions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,23 +27,22 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     import_own,
     in_words,
     read_module,
-    run_on_ranks,
+    results_of,
 )
-from fsdp_helpers.teaching.exercises.small_net import STEPS, load_batch, mean_loss
+from fsdp_helpers.teaching.exercises.small_net import plain_losses, sgd
 
-# ---------------------------------------------------------------- 1: an MLP in two
+# ---------------------------------------------------------------- 1: a split MLP
 
-WIDTH, HIDDEN, CLASSES = 10, 24, 5  # HIDDEN splits evenly across 2 or 3 ranks; WIDTH is a batch's
+WIDTH, HIDDEN, CLASSES = 10, 24, 5  # HIDDEN splits evenly across 2 or 3 ranks; WIDTH is that of `load_batch`
 
 
 @exercise("15")
 def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 15: `SplitMLP(up, down, group)` splits columns, then rows, with one all-reduce in forward."""
     read_module(module, "SplitMLP")
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(train_split_mlp, module, world_size)):
-            _expect_split(found, world_size, f"on {world_size} ranks, rank {rank}: ")
-    return f"Right: on {in_words(ranks)} ranks, one process's losses, a share of each weight, one all-reduce each way."
+    for found, says, world_size in results_of(train_split_mlp, module, ranks):
+        _expect_split(found, world_size, says)
+    return f"Right: on {in_words(ranks)} ranks, the same losses, a share of each weight, and one all-reduce each way."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     before, up, down, behind = build_layers()
     own = split_mlp(up, down, dist.group.WORLD)
     if not isinstance(own, nn.Module):
-        raise TypeError(f"SplitMLP is a {type(own).__name__}; it should be an nn.Module")
+        raise TypeError(f"SplitMLP creates an object of type {type(own).__name__}; it should be an nn.Module")
     kept = sum(parameter.numel() for parameter in own.parameters())
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with trace_collectives() as forward:
@@ -108,26 +107,15 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     gradient_off = float("inf") if x.grad is None else (x.grad - gradient).abs().max().item()
     own.zero_grad()
     before, _, _, behind = build_layers()
-    losses = losses_of(nn.Sequential(before, nn.Tanh(), own, behind))
+    model = nn.Sequential(before, nn.Tanh(), own, behind)
+    losses = plain_losses(model, sgd(model))
     before, up, down, behind = build_layers()
-    right = losses_of(nn.Sequential(before, nn.Tanh(), up, nn.GELU(), down, behind))
+    plain = nn.Sequential(before, nn.Tanh(), up, nn.GELU(), down, behind)
+    right = plain_losses(plain, sgd(plain))
     ops = [[count.op for count in count_collectives(seen) for _ in range(count.count)] for seen in (forward, backward)]
     return SplitByReader(
         kept=kept, forward=ops[0], backward=ops[1], gradient_off=gradient_off, losses=losses, right=right
     )
-
-
-def losses_of(model: nn.Module) -> list[float]:
-    """Take a few steps of SGD on full batches; return the losses as this rank sees them."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = mean_loss(model, *load_batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 # ---------------------------------------------------------------- 2: labels of a split sequence
@@ -135,7 +123,7 @@ def losses_of(model: nn.Module) -> list[float]:
 
 @exercise("15")
 def check_labels(module: str = "my_labels") -> str:
-    """Notebook 15: `split(tokens, rank, world_size)` returns inputs, labels and places of a rank's head and tail."""
+    """Notebook 15: `split(tokens, rank, world_size)` returns the inputs, labels and places of a rank's two pieces."""
     split = read_module(module, "split")
     for world_size, pieces in [(2, 1), (3, 2), *((DRAW.randint(2, 6), DRAW.randint(1, 5)) for _ in range(FRESH_CASES))]:
         sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd, so a rank's part is never square
@@ -201,7 +189,10 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
     run = replace(run, sequences=SEQUENCES // run.data)
     _expect_fast(run)
     right = run.sent_bytes()
-    expect(isinstance(sent_gb, Mapping), "sent_gb is a dictionary: a number for each dimension with two ranks or more")
+    expect(
+        isinstance(sent_gb, Mapping),
+        "sent_gb should be a dictionary, with a number for each dimension that has two or more ranks",
+    )
     for name in NAMES:
         size = right.get(NAMES[name], 0)
         given = sent_gb.get(name, 0)
@@ -214,7 +205,7 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
 def _expect_possible(run: DimensionedRun) -> None:
     product = f"{run.data} x {run.tensor} x {run.context} x {run.pipeline}"
     expect(run.num_gpus == NUM_GPUS, f"{product} is {run.num_gpus:,} GPUs; there are {NUM_GPUS:,}")
-    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't share {KV_HEADS} key heads")
+    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't split {KV_HEADS} key heads")
     expect(
         run.data <= SEQUENCES and SEQUENCES % run.data == 0,
         f"{SEQUENCES} sequences can't be split evenly across {run.data} data ranks",
@@ -231,7 +222,8 @@ def _expect_fast(run: DimensionedRun) -> None:
         bubble = pipeline_bubble(run.pipeline, run.sequences)  # a micro-batch has at least one sequence
         expect(
             bubble <= MOST_BUBBLE,
-            f"{run.sequences} micro-batches on {run.pipeline} stages are {bubble:.0%} bubble, above {MOST_BUBBLE:.0%}",
+            f"with {run.sequences} micro-batches on {run.pipeline} stages, {bubble:.0%} of the step is bubble, above "
+            f"{MOST_BUBBLE:.0%}",
         )
     arithmetic_s, communication_s = step_times_s(run)
     share = communication_s / arithmetic_s

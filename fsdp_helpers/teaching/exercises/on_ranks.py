@@ -6,7 +6,7 @@ import importlib.util
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -19,7 +19,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
-    """Run the module's file and return its `name`; raise NotYet if the file is missing or broken, or lacks that name.
+    """Run the module's file and return the object called `name`; raise NotYet if either is missing or the file fails.
 
     Unless `with_package` is set, also refuse a module that imports this package, which contains many of the answers.
     """
@@ -39,7 +39,7 @@ def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
 
 
 def _imported(source: str) -> set[str]:
-    """Return the top-level packages that a module's source imports, at any depth."""
+    """Return the top-level packages that a module's source imports, even inside its functions."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -50,12 +50,12 @@ def _imported(source: str) -> set[str]:
 
 
 def import_own(module: str, name: str) -> Any:
-    """Import the reader's module on this rank, and return its `name`."""
+    """Import the reader's module on this rank, and return the object called `name`."""
     return getattr(importlib.import_module(module), name)
 
 
 def last_line_in(module: str, details: str) -> str:
-    """Return the last line of the reader's file in the traceback, such as " in line 12", or "" if there is none."""
+    """Return where the traceback last passes through the reader's file, such as " in line 12", or "" if it doesn't."""
     lines = re.findall(rf'{re.escape(module)}\.py", line (\d+)', details)
     return f" in line {lines[-1]}" if lines else ""
 
@@ -72,15 +72,24 @@ IN_OUR_WORDS = {  # keyed by torch's words, which don't say what to do
 }
 ABORTED = "SIGABRT"  # how gloo ends a rank that receives a different collective's bytes
 HANGS = ("hang-order", "hang-gather-on-rank-0")
-CARDS = {  # of notebook 11, keyed by a regular expression that matches the error's text
+CARDS = {  # in notebook 11, keyed by a regular expression that matches the error
     ABORTED: "crash-skipped-step",
     "got mixed torch.Tensor and DTensor": "crash-mixed-tensor-dtensor",
     "KeyError: Parameter containing": "wrong-optimizer-first",
     "already managed by another FSDP group": "crash-tied-weights",
     r"Missing key.*\bmodule\.": "save-module-prefix",
     "PytorchStreamReader": "save-half-written",
-    "did not answer any more|Connection (closed|reset) by peer": "crash-connection-closed",
+    "stopped answering|Connection (closed|reset) by peer": "crash-connection-closed",
 }
+
+
+def results_of(
+    worker: Callable, module: str, ranks: tuple[int, ...], *arguments: object
+) -> Iterator[tuple[Any, str, int]]:
+    """Run `worker` on each of these numbers of ranks; yield each rank's result, its place in words, and their number."""
+    for world_size in ranks:
+        for rank, found in enumerate(run_on_ranks(worker, module, world_size, *arguments)):
+            yield found, f"on {world_size} ranks, rank {rank}: ", world_size
 
 
 def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: object) -> list:

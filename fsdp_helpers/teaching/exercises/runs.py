@@ -1,4 +1,4 @@
-"""Judge a run that an exercise asks for: does its record meet the targets, with the settings that must stay fixed?"""
+"""Judge the run that an exercise asks for: does it meet the targets without changing any fixed settings?"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ class RunTask:
     """The run that an exercise asks for: its targets, and the settings it fixes. All other settings are free."""
 
     peak_bytes: int  # every rank has to stay below it
-    peak_card: str | None = None  # the card of notebook 11 to show if a rank doesn't
+    peak_card: str | None = None  # the card in notebook 11 to show if a rank doesn't
     num_collectives: int | None = None  # the most allowed per step
     world_size: int | None = None
     strategies: tuple[str, ...] = ("fsdp", "fsdp-auto-wrap")
@@ -53,12 +53,12 @@ def _expect_same_settings(record: RunRecord, task: RunTask) -> None:
     """Raise NotYet if the run changes a setting that the exercise fixes."""
     settings = record.config.__dict__
     for name, value in task.fixed.items():
-        expect(settings[name] == value, f"the exercise leaves {name} at {value!r}; your run has {settings[name]!r}")
+        expect(settings[name] == value, f"the exercise keeps {name} at {value!r}; your run has {settings[name]!r}")
     expect(
         record.config.strategy in task.strategies,
-        f"the exercise is about strategy {' or '.join(task.strategies)}; your run has {record.config.strategy!r}",
+        f"the exercise asks for strategy {' or '.join(task.strategies)}; your run has {record.config.strategy!r}",
     )
     expect(
         task.world_size in (None, record.world_size),
-        f"the exercise is about {task.world_size} rank(s); your run has {record.world_size}",
+        f"the exercise asks for {task.world_size} rank(s); your run has {record.world_size}",
     )

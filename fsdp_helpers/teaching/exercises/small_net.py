@@ -61,7 +61,7 @@ def over_ranks(losses: list[Tensor]) -> list[float]:
 def plain_losses(
     model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable = list, num_steps: int = STEPS
 ) -> list[float]:
-    """Train in one process, calling `after_step()` after each step; return the losses."""
+    """Train on full batches, calling `after_step()` after each step; return the losses."""
     losses = []
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -88,10 +88,10 @@ def train_averaging(model: nn.Module, rank: int, world_size: int, average: Calla
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD, which shows whether a gradient is a mean or a sum; Adam would hide the difference."""
+    """Return an SGD optimizer: its losses show whether gradients were averaged or summed, which Adam would hide."""
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return Adam with an `eps` so large that it shows the difference between a mean and a sum, too."""
+    """Return an Adam optimizer whose `eps` is large enough for its losses to show the difference, too."""
     return torch.optim.Adam(parameters, lr=0.1, eps=0.1)

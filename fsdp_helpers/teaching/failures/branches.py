@@ -1,4 +1,4 @@
-"""Models whose path differs between ranks, or between a forward and its recomputation; a step that fails halfway."""
+"""Models that take different paths on different ranks, or when recomputed in backward; a step that fails halfway."""
 
 import torch
 from torch import Tensor, nn

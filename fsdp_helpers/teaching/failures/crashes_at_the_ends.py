@@ -143,7 +143,7 @@ main()
 
 
 def lines_of_traceback(script: str) -> Numbers:
-    """Run a script under torchrun, and return how many times torchrun's report names a line of it."""
+    """Run a script under torchrun, and return how many times torchrun's report mentions a line of it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(script)
@@ -354,8 +354,8 @@ CRASHES_AT_THE_ENDS = (
         broken=end_early,
         fixed=end_together,
         right=both_ranks,
-        says="rank 1 did not answer",
-        group_timeout_s=60.0,  # never reached: rank 1 is gone, and five seconds later rank 0 has called the roll
+        says="rank 1 stopped answering",
+        group_timeout_s=60.0,  # never reached: rank 1 is gone, and rank 0 finds out five seconds later
         stall_s=30.0,
     ),
     Failure(

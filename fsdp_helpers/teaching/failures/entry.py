@@ -1,4 +1,4 @@
-"""One entry of the gallery: what breaks, what it looks like, why, and the fix. No torch import."""
+"""One entry of the gallery: what breaks, what it looks like, why, and the fix. Doesn't import torch."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,8 +9,8 @@ SYMPTOMS = {
     "crash": "it crashes",
     "memory": "it runs out of memory",
     "wrong": "it trains, but wrongly",
-    "slow": "it is slow",
-    "save": "it saves, but does not come back",
+    "slow": "it's slow",
+    "save": "it saves, but doesn't resume correctly",
 }
 CHAPTER = "11_when_it_breaks.ipynb"
 Numbers = Mapping[str, float]
@@ -54,13 +54,13 @@ class Failure:
     says: str = ""  # a regular expression
     tolerance: float = 1e-5
     group_timeout_s: float | None = None  # of the broken run's collectives
-    stall_s: float = 2.0  # a broken run whose ranks have not moved for this long is taken to wait forever
+    stall_s: float = 2.0  # a broken run whose ranks haven't moved for this long counts as hanging
     not_in: str = ""  # the last PyTorch known not to show the symptom, such as "2.11"
     since: str = ""  # the first PyTorch that has the fix, such as "2.13"
 
     def __post_init__(self) -> None:
         if self.symptom not in SYMPTOMS:
-            raise ValueError(f"{self.name!r} begins with none of the symptoms {', '.join(SYMPTOMS)}")
+            raise ValueError(f"{self.name!r} has to begin with one of the symptoms {', '.join(SYMPTOMS)}")
 
     @property
     def symptom(self) -> str:

@@ -1,4 +1,4 @@
-"""All failures by name, and the code that runs one, broken or fixed, and judges the outcome."""
+"""All failures by name, and the code that runs one, broken or fixed, and judges its outcome."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from fsdp_helpers.teaching.failures.groups import GROUPS
 from fsdp_helpers.teaching.failures.hangs import HANGS
 from fsdp_helpers.teaching.failures.loaders import LOADERS
 from fsdp_helpers.teaching.failures.loading import LOADING
-from fsdp_helpers.teaching.failures.memory import MEMORY
+from fsdp_helpers.teaching.failures.out_of_memory import MEMORY
 from fsdp_helpers.teaching.failures.outside import OUTSIDE
 from fsdp_helpers.teaching.failures.precision import PRECISION
 from fsdp_helpers.teaching.failures.recipes import RECIPES
@@ -77,7 +77,7 @@ class Seen:
 def find(name: str) -> Failure:
     """Return the failure with this name; if there is none, raise a ValueError that lists all names."""
     if name not in GALLERY:
-        raise ValueError(f"no failure is called {name!r}; there are {', '.join(GALLERY)}")
+        raise ValueError(f"no failure is called {name!r}; the names are {', '.join(GALLERY)}")
     return GALLERY[name]
 
 
@@ -103,7 +103,7 @@ def without_frames(text: str) -> str:
 
 
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
-    """Run `worker`, and write all standard error, from C++ too, to this rank's path. This is a rank function, too."""
+    """Run `worker`, and write all standard error, even C++'s, to this rank's path. This is a rank function, too."""
     with open(paths[rank], "wb") as file:
         os.dup2(file.fileno(), 2)
     return worker(rank, world_size)
@@ -157,7 +157,7 @@ def trace_broken(name: str) -> list[list[Collective]]:
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
         stall_s = find(name).stall_s
-        with suppress(RankError, RankTimeout):  # it is broken on purpose
+        with suppress(RankError, RankTimeout):  # it's broken on purpose
             launch(run_logged, name, paths, world_size=NUM_RANKS, device="cpu", progress=False, stall_s=stall_s)
         return [read_log(path) for path in paths]
 

@@ -60,7 +60,7 @@ def norm_alone() -> Numbers:
     return {"norm": small_model()[0].weight.norm().item()}
 
 
-# ---------------------------------------------------------------- a decision of each rank's own
+# ---------------------------------------------------------------- a decision that each rank makes by itself
 
 VALIDATION_LOSSES = ((0.5, 0.2, 0.1), (0.7, 0.6, 0.1))  # on rank 0 and on rank 1, epoch by epoch
 GOOD_ENOUGH = 0.3
@@ -143,7 +143,7 @@ def two_ranks() -> Numbers:
     return {"ranks": 2.0}
 
 
-# ---------------------------------------------------------------- a timeout that names nobody
+# ---------------------------------------------------------------- a timeout that names no rank
 
 PATIENCE = timedelta(seconds=2)
 

@@ -21,7 +21,7 @@ from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units,
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
-# ---------------------------------------------------------------- every rank reads the whole model
+# ---------------------------------------------------------------- every rank reads the full model
 
 
 def pretrained_file(folder: str) -> Path:
@@ -58,7 +58,7 @@ def one_copy() -> Numbers:
     return {"bytes read into host memory": held, "sum of outputs": small_model(seed=3)(images()).sum().item()}
 
 
-# ---------------------------------------------------------------- names that do not match
+# ---------------------------------------------------------------- names that don't match
 
 
 def compiled_weights() -> dict[str, Tensor]:

@@ -27,13 +27,13 @@ from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units,
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Create a temporary folder that all ranks know, and remove it when every rank is done with it."""
+    """Create a temporary folder that all ranks share, and remove it once every rank is done with it."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     try:
         yield Path(found[0])
         dist.barrier()
-    finally:  # also if a load fails
+    finally:  # even if a load fails
         shutil.rmtree(found[0], ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Every failure's text by name, without the code that runs, so that `explain` needs no torch."""
+"""Every failure's text by name, without the code that runs, so that `explain` doesn't need torch."""
 
 import ast
 import tomllib

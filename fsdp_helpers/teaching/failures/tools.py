@@ -40,7 +40,7 @@ def write_stacks(rank: int, world_size: int, folder: str) -> None:
 
 
 def dump_with_py_spy(rank: int, world_size: int) -> str:
-    """Wait on rank 0; on rank 1, which comes later, return py-spy's dump of rank 0."""
+    """Wait on rank 0; on rank 1, which arrives later, return py-spy's dump of rank 0."""
     pids = gather_over_ranks(os.getpid())
     dump = ""
     while rank == 1 and "all_reduce" not in dump:  # rank 0 is on its way there
@@ -53,12 +53,12 @@ def dump_process(pid: int) -> str:
     """Return py-spy's dump of a process; raise a RuntimeError with py-spy's own message if it fails."""
     done = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"py-spy cannot look at process {pid}: {' '.join(done.stderr.split())}")
+        raise RuntimeError(f"py-spy can't read process {pid}: {' '.join(done.stderr.split())}")
     return done.stdout
 
 
 def read_debug_server(rank: int, world_size: int) -> str:
-    """Wait on rank 0; on rank 1, which comes later, return the debug server's page of all ranks' stacks.
+    """Wait on rank 0; on rank 1, which arrives later, return the debug server's page of all ranks' stacks.
 
     The server's parts find each other through a store. torchrun has one; under `launch`, rank 0 creates it. The server
     listens on all interfaces, which PyTorch doesn't let us change, and it answers anyone, so we stop it right away.

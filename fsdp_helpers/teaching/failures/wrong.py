@@ -132,7 +132,7 @@ def reduce_in_fp32(rank: int, world_size: int) -> Numbers:
     return {"gradient norm": gradient_norm(model)}
 
 
-# ---------------------------------------------------------------- an optimizer that needs whole matrices
+# ---------------------------------------------------------------- an optimizer that needs full matrices
 
 LEARNING_RATE = 0.1
 

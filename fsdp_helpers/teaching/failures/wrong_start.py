@@ -167,7 +167,7 @@ WRONG_START = (
         title="A model from the meta device computes nonsense",
         why=(
             "`to_empty` gives every tensor uninitialized memory. Your initialization fills the parameters; a buffer "
-            "that is computed in `__init__`, such as rotary positions, keeps whatever was in that memory, and a "
+            "that is computed in `__init__`, such as rotary frequencies, keeps whatever was in that memory, and a "
             "checkpoint without it doesn't help."
         ),
         tell="Compare `named_buffers()` with those of a model built on the CPU.",

@@ -4,7 +4,7 @@ Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters
 tensor's area is its bytes. The picture is for two ranks.
 
 Each moving part has keyframes. `frame` reads them at one moment; `animated` passes all of them to the browser as CSS,
-which plays the step in slow motion, again and again. Without CSS, or for readers who turn motion off, the picture is a
+which plays the step in slow motion, in a loop. Without CSS, or for readers who turn motion off, the picture is a
 still.
 """
 
@@ -28,7 +28,7 @@ LEFT, RIGHT, GAP = 140, 950, 4  # edges within the picture's width of 960; gap b
 ROW, ROW_GAP = 22, 5  # Adam's two moments take two rows
 TOPS = {"optimizer": (82, 276), "gradients": (131, 249), "parameters": (158, 222)}  # on rank 0, on rank 1
 HATCHED = "url(#hatch)"
-MANY = 8  # the most gradients of a unit drawn one by one; more are drawn in this many groups
+MANY = 8  # a unit's gradients are drawn one by one up to this number; more are drawn in this many groups
 OTHER = {0: 1, 1: 0}
 LANES, LANE = (340, 358), 12  # each rank's time line
 TOP, BOTTOM = 396, 532  # edges of the memory curve
@@ -163,16 +163,16 @@ def in_words(step: UnitTrace) -> str:
     curve, below = step.ranks[0].trace.curve, [unit.name for unit in step.units[1:]]
     units = f"{len(step.units)} units, the root and {', '.join(below)}" if below else "one unit"
     return (
-        f"One step of FSDP on two ranks, {step.model} in {units}, traced over {1e3 * step.length_s:.0f} ms. Between steps "
-        f"rank 0 has the left half of every tensor, rank 1 the right half: {in_mb(curve.held_bytes)} MB. In forward an "
-        "all-gather brings each unit's halves together on both ranks"
+        f"One step of FSDP on two ranks, {step.model} in {units}, traced over {1e3 * step.length_s:.0f} ms. Between "
+        f"steps, rank 0 has the left half of every tensor, rank 1 the right half: {in_mb(curve.held_bytes)} MB. In "
+        "forward, an all-gather brings each unit's halves together on both ranks"
         + (
             "; after forward, each unit except the root is resharded, and all-gathered again in backward"
             if below
             else ""
         )
-        + ". In backward full gradients of the rank's own images appear, and a reduce-scatter leaves each rank its half of "
-        f"their mean. Rank 0 has at most {in_mb(curve.peak_bytes)} MB."
+        + ". In backward, full gradients from the rank's own images appear, and a reduce-scatter leaves each rank its "
+        f"half of their mean. Rank 0 has at most {in_mb(curve.peak_bytes)} MB."
     )
 
 
@@ -258,7 +258,7 @@ def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUni
 
 
 def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the mean gradient's shard until zero_grad, full gradients tensor by tensor, and their halves in transit."""
+    """Yield the boxes of a unit's gradients: full ones tensor by tensor, halves in transit, and the mean's shard."""
     top, their_top = TOPS["gradients"][rank], TOPS["gradients"][OTHER[rank]]
     reduce, theirs = seen.reduces[unit], step.ranks[OTHER[rank]].reduces[unit]
     begins_s = max(reduce.start_s, theirs.start_s)
@@ -353,7 +353,7 @@ def _fixed(step: UnitTrace) -> Iterator[str]:
         yield _text(8, (147, 264)[rank], f"rank {rank}", 'font-weight="600"')
     yield from _lanes(step)
     yield from _curve(step)
-    key = "filled: this rank has it · framed: it does not · hatched: gradients of its own images only · area: bytes"
+    key = "filled: this rank has it · framed: it doesn't · hatched: gradients from its own images only · area: bytes"
     yield _text(LEFT, HEIGHT - 12, key, 'style="font-size:12px"')
 
 

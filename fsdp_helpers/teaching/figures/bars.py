@@ -10,7 +10,7 @@ from fsdp_helpers.planning.walk.fsdp2 import REDUCE
 from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.planning.walk.units import COPY_OF_GLOO
 from fsdp_helpers.quantities import MB, in_mb
-from fsdp_helpers.records import ComparisonRow, RankRecord, Rung
+from fsdp_helpers.records import ComparisonRow, LeverResult, RankRecord
 from fsdp_helpers.teaching.figures.style import (
     FULL_GRADIENTS,
     GLOO_COPY,
@@ -27,7 +27,7 @@ ROOM = 0.07  # share of the axis: a part narrower than this has no room for its 
 
 
 def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, RankRecord]]:
-    """Return the run and a record for each row label: one row for ranks with the same numbers, else one per rank."""
+    """Return a run's name and a record for each row label: one row per run, or per rank if their numbers differ."""
     rows = {}
     for name, ranks in runs.items():
         if len(ranks) == 1:
@@ -72,7 +72,7 @@ def _kind_of(term: Term, alone: bool) -> str:
 
 
 def draw_rank(ax: Axes, row: int, record: RankRecord, peak: Peak, highest_bytes: int, alone: bool) -> set[str]:
-    """Draw the two bars of a row, and a line at the measured peak; return the kinds drawn. `alone`: in one process."""
+    """Draw a row's two bars, and a line at the measured peak; return the kinds drawn. `alone` means one process."""
     held, parts = held_parts(record), peak_parts(peak, alone)
     above, below = row - THIN / 2 - 0.02, row + THIN / 2 + 0.02
     _draw_parts(ax, above, "held", held, highest_bytes)
@@ -92,7 +92,7 @@ def _draw_parts(ax: Axes, middle: float, when: str, parts: Mapping[str, int], hi
             ax.barh(middle, size / MB, left=left / MB, height=THIN, label=f"{when}, {kind}", **_look(kind))
         if size > ROOM * highest_bytes:
             behind = {"facecolor": PEAK_COLORS[kind], "edgecolor": "none", "pad": 1}
-            place = {"ha": "center", "va": "center", "fontsize": 8, "bbox": behind}
+            place = {"ha": "center", "va": "center", "bbox": behind}
             ax.text((left + size / 2) / MB, middle, in_mb(size), color=ink_on(PEAK_COLORS[kind]), **place)
         left += size
 
@@ -107,7 +107,7 @@ def _look(kind: str) -> dict:
     return {"facecolor": PEAK_COLORS[kind], "linewidth": 0, **hatch}
 
 
-def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
+def draw_held_in_peak(ax: Axes, rows: Sequence[LeverResult | ComparisonRow]) -> None:
     """Draw each row's bytes at the peak (light) and, in front of them, its held bytes (solid), with their number."""
     places, colors = range(len(rows)), [STRATEGY_COLORS[row.strategy] for row in rows]
     highest_bytes = max(row.peak_bytes for row in rows)
@@ -116,16 +116,16 @@ def draw_held_in_peak(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
     for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
         if row.held_bytes > ROOM * highest_bytes:
             text = f"{in_mb(row.held_bytes)} "
-            ax.text(row.held_bytes / MB, place, text, ha="right", va="center", fontsize=8, color=ink_on(color))
+            ax.text(row.held_bytes / MB, place, text, ha="right", va="center", color=ink_on(color))
     ax.invert_yaxis()
 
 
-def draw_times(ax: Axes, rows: Sequence[Rung | ComparisonRow]) -> None:
+def draw_times(ax: Axes, rows: Sequence[LeverResult | ComparisonRow]) -> None:
     """Draw each row's step time as a bar, with its number."""
     times_ms = [1e3 * row.step_s for row in rows]
     ax.barh(range(len(rows)), times_ms, color=[STRATEGY_COLORS[row.strategy] for row in rows], height=0.7)
     for place, time_ms in enumerate(times_ms):
-        ax.text(time_ms, place, f"  {time_ms:,.0f}", va="center", fontsize=8, color=TEXT_COLOR)
+        ax.text(time_ms, place, f"  {time_ms:,.0f}", va="center", color=TEXT_COLOR)
     ax.set_yticks([])
     ax.invert_yaxis()
     ax.set(xlabel="step time, median (ms)", xlim=(0, 1.2 * max(times_ms)))

@@ -16,12 +16,12 @@ MOST_BARS, MOST_CHARACTERS = 60, 2_000
 
 
 def put_in_words(fig: Figure, words: str) -> None:
-    """Give a drawing its own description, if a list of its labels wouldn't say much."""
+    """Give a drawing a description of its own, for when a list of its labels wouldn't say much."""
     fig.set_label(words)
 
 
 def describe(fig: Figure) -> str:
-    """Return a figure's description: its own if it has one, else each panel's title, axes and numbers."""
+    """Return a figure's description: its own if it has one, otherwise each panel's title, axes and numbers."""
     if fig.get_label():
         return str(fig.get_label())
     parts = [part for ax in fig.axes if (part := _describe_axes(ax))]
@@ -43,7 +43,7 @@ def _describe_axes(ax: Axes) -> str:
             *(_line(line) for line in ax.get_lines() if len(line.get_xdata()) > 2 or _is_named(line)),
             *(_points(points) for points in ax.collections if isinstance(points, PathCollection) and _is_named(points)),
             *_sentence("Key", [name for name in names if name not in {_name(line) for line in ax.get_lines()}]),
-            *_sentence("Written in it", texts),
+            *_sentence("Labels", texts),
         ]
     )
 

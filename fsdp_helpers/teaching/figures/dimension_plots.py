@@ -11,29 +11,31 @@ from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.style import (
     OP_COLORS,
-    STATE_COLORS,
     figure_style,
     ink_on,
     swatches,
 )
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
-WORK_COLORS = {"F": STATE_COLORS["parameters"], "B": STATE_COLORS["gradients"]}
+WORK_COLORS = {"F": FRAME_COLOR, "B": TEXT_COLOR}  # as in `draw_streams`
 
 
 def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
-    """Draw one panel per mesh of 2 x 2 ranks: in each rank's box, one line per thing it holds.
+    """Draw one panel per mesh of 2 x 2 ranks, two side by side: in each rank's box, one line per thing it holds.
 
-    `meshes` maps the names of both dimensions, rows first, to what ranks 0 and 1 along each dimension hold.
+    `meshes`, an even number of them, maps the names of both dimensions, rows first, to what ranks 0 and 1 along each
+    dimension hold.
     """
     with figure_style():
-        fig, axes = plt.subplots(1, len(meshes), figsize=(9, 2.5), layout="constrained")
-        for ax, ((rows, columns), has) in zip(axes, meshes.items(), strict=True):
+        num_rows = len(meshes) // 2
+        size = (8, 1.95 * num_rows)
+        fig, axes = plt.subplots(num_rows, 2, figsize=size, layout="constrained", squeeze=False)
+        for ax, ((rows, columns), has) in zip(axes.flat, meshes.items(), strict=True):
             for rank in range(4):
                 row, column = divmod(rank, 2)
                 lines = f"rank {rank}\n{has[rows][row]}\n{has[columns][column]}"
-                ax.add_patch(plt.Rectangle((column, row), 0.94, 0.9, facecolor=STATE_COLORS["optimizer"]))
-                ax.text(column + 0.47, row + 0.45, lines, ha="center", va="center", fontsize=7.5, color="black")
+                ax.add_patch(plt.Rectangle((column, row), 0.94, 0.9, facecolor=(FRAME_COLOR, 0.25)))
+                ax.text(column + 0.47, row + 0.45, lines, ha="center", va="center", color="black")
             ax.set_title(f"{rows} × {columns}")
             ax.set_xlabel(f"{columns} →")
             ax.set_ylabel(f"← {rows}")
@@ -45,13 +47,13 @@ def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -
         for (rows, columns), has in meshes.items()
     ]
     put_in_words(fig, " ".join(["Four ranks in two dimensions.", *told]).replace("\n", " "))
-    return fig, axes
+    return fig, list(axes.flat)
 
 
 def draw_pipeline(schedules: Mapping[str, Sequence[Sequence[PipelineWork]]]) -> tuple[Figure, Sequence[Axes]]:
     """Draw a step of each schedule: one row per stage, one box per forward and backward, numbered by micro-batch."""
     with figure_style():
-        size = (9, 0.7 + 1.25 * len(schedules))
+        size = (8, 0.7 + 1.25 * len(schedules))
         fig, axes = plt.subplots(len(schedules), 1, figsize=size, layout="constrained", sharex=True, squeeze=False)
         told = []
         for ax, (name, stages) in zip(axes[:, 0], schedules.items(), strict=True):
@@ -77,7 +79,7 @@ def draw_sent(runs: Mapping[str, Mapping[str, int]]) -> tuple[Figure, Axes]:
     """Draw the bytes a rank sends in a step, one bar per run, stacked by collective."""
     ops = list(dict.fromkeys(op for sent in runs.values() for op in sent))
     with figure_style():
-        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.4 * len(runs)), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.4 * len(runs)), layout="constrained")
         for row, sent in enumerate(runs.values()):
             left = 0.0
             for op, sent_bytes in sent.items():

@@ -37,7 +37,7 @@ IN_WORDS = {
 class Stage:
     """One stage of a step: how much of the parameters, gradients and optimizer state each rank has.
 
-    "own" means full gradients of the rank's own images, not yet averaged with the other ranks'.
+    "own" means full gradients from the rank's own images, not yet averaged with the other ranks'.
     """
 
     title: str
@@ -73,7 +73,7 @@ def draw_step(strategy: str, num_ranks: int = 2) -> tuple[Figure, Axes]:
     """
     stages = STEPS[strategy]
     with figure_style():
-        fig, ax = plt.subplots(figsize=(9, 0.9 + 1.15 * num_ranks), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 1.15 * num_ranks), layout="constrained")
         for column, stage in enumerate(stages):
             ax.text(column + 0.36, -0.08, f"{column + 1}  {stage.title}", ha="center", va="bottom", weight="bold")
             for rank in range(num_ranks):
@@ -81,11 +81,11 @@ def draw_step(strategy: str, num_ranks: int = 2) -> tuple[Figure, Axes]:
             if stage.leads_to:
                 _draw_arrow(ax, column + 0.75, num_ranks / 2 - 0.05, stage.leads_to)
         for rank in range(num_ranks):
-            ax.text(-0.35, rank + 0.42, f"rank {rank}", ha="right", va="center", weight="bold")
+            ax.text(-0.47, rank + 0.42, f"rank {rank}", ha="right", va="center", weight="bold")
             for row, name in enumerate(ROWS):
-                ax.text(-0.03, rank + _top_of(row) + 0.1, name, ha="right", va="center", fontsize=8, color=TEXT_COLOR)
-        ax.text(-0.6, num_ranks + 0.1, KEY, va="top", fontsize=8, color=TEXT_COLOR)
-        ax.set(xlim=(-0.62, len(stages) - 0.25), ylim=(num_ranks + 0.25, -0.28))
+                ax.text(-0.03, rank + _top_of(row) + 0.1, name, ha="right", va="center", color=TEXT_COLOR)
+        ax.text(-0.72, num_ranks + 0.1, KEY, va="top", color=TEXT_COLOR)
+        ax.set(xlim=(-0.74, len(stages) - 0.25), ylim=(num_ranks + 0.25, -0.28))
         ax.axis("off")
     put_in_words(fig, " ".join(_in_words(number, stage) for number, stage in enumerate(stages, start=1)))
     return fig, ax
@@ -118,7 +118,7 @@ def _top_of(row: int) -> float:
 
 def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
     ax.annotate("", (left + 0.22, middle), (left, middle), arrowprops={"arrowstyle": "-|>", "color": TEXT_COLOR})
-    ax.text(left + 0.11, middle - 0.05, label, ha="center", va="bottom", fontsize=8, color=TEXT_COLOR)
+    ax.text(left + 0.11, middle - 0.05, label, ha="center", va="bottom", color=TEXT_COLOR)
 
 
 def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
@@ -133,7 +133,7 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
     turn = len(below) + 0.25  # forward ends
     end = turn + len(below) + 0.5
     with figure_style():
-        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.5 * len(units)), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.5 * len(units)), layout="constrained")
         _draw_stretch(ax, 0, 0, end, "parameters, unsharded from forward to the end of backward")
         _draw_stretch(ax, 0, turn, end, "gradients, the head's first, reduced with the last", gradients=True)
         for row, _ in enumerate(below, start=1):
@@ -165,16 +165,14 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
     color = STATE_COLORS["gradients" if gradients else "parameters"]
     lane = row + 0.17 if gradients else row - 0.17
     ax.barh(lane, end - start, left=start, height=0.32, color=color, edgecolor="white")
-    ax.text(
-        (start + end) / 2, lane, label, ha="center", va="center", fontsize=7, color="black" if gradients else "white"
-    )
+    ax.text((start + end) / 2, lane, label, ha="center", va="center", color="black" if gradients else "white")
 
 
 def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Figure, Axes]:
     """Draw a GPU's two queues for each choice, one above the other; `given` says what the times are computed from."""
     colors = {"forward": FRAME_COLOR, "backward": TEXT_COLOR, **OP_COLORS}
     with figure_style():
-        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.9 * len(choices)), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.9 * len(choices)), layout="constrained")
         names = []
         for name, spans in choices.items():
             for queue in (ARITHMETIC, COMMUNICATION):
@@ -200,13 +198,13 @@ def _draw_span(ax: Axes, row: int, span: Span, color: str) -> None:
         row, width_ms, left=left_ms, height=height_of(span.what, 0.7), color=color, edgecolor="white", linewidth=0.5
     )
     middle_ms = left_ms + width_ms / 2
-    ax.text(middle_ms, row, str(span.unit), ha="center", va="center_baseline", fontsize=7, color="white")
+    ax.text(middle_ms, row, str(span.unit), ha="center", va="center_baseline", color="white")
 
 
 def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
     """Draw a forward's order of events, one row per setting; entries are "gather 3" or "compute 3"."""
     with figure_style():
-        fig, ax = plt.subplots(figsize=(9, 0.9 + 0.55 * len(orders)), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.55 * len(orders)), layout="constrained")
         for row, order in enumerate(orders.values()):
             for place, entry in enumerate(order):
                 gathers = entry.startswith("gather")

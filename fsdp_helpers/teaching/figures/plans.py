@@ -48,8 +48,8 @@ def draw_waterfall(ax: Axes, plans: Sequence[Plan], highest_gb: float | None = N
         look = {"color": PEAK_COLORS[category]}
         ax.bar(places, sizes, bottom=below, width=0.7, label=category, linewidth=0, **look)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
-    outside = [plan.cluster.allowance_bytes / GB for plan in plans]
-    ax.bar(places, outside, bottom=below, width=0.7, label="outside the count", color="none", edgecolor=FRAME_COLOR)
+    allowances = [plan.cluster.allowance_bytes / GB for plan in plans]
+    ax.bar(places, allowances, bottom=below, width=0.7, label="allowance", color="none", edgecolor=FRAME_COLOR)
     memory = plans[0].cluster.device_memory_bytes / GB
     ax.axhline(memory, color="#b91c1c", linestyle="--", label=f"{memory:.0f} GB")
     highest_gb = highest_gb or 1.1 * max(memory, max(plan.needed_bytes for plan in plans) / GB)
@@ -79,7 +79,7 @@ def plot_what_fits(
             found = {size: ranks for size, ranks in thresholds[name].items() if ranks and ranks >= min(by_ranks)}
             ax.scatter(list(found.values()), list(found), color=color, marker=marker, zorder=3, label=f"{name} fits")
             for size, ranks in found.items():
-                ax.annotate(f"{ranks:,}", (ranks, size), (3, 3), textcoords="offset points", color=color, fontsize=8)
+                ax.annotate(f"{ranks:,}", (ranks, size), (3, 3), textcoords="offset points", color=color)
         for size in sizes:
             ax.axhline(size, color=FRAME_COLOR, linestyle="--", linewidth=0.8)
             ax.text(1.005, size, f"{size} GB", transform=ax.get_yaxis_transform(), va="center", color=TEXT_COLOR)
@@ -88,7 +88,7 @@ def plot_what_fits(
         ax.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
         ax.set_yticks(sizes, [str(size) for size in sizes])
         ax.minorticks_off()
-        ax.set(title="A rank's needs fall until units, activations and buffers are left")
+        ax.set(title="A rank's needs fall until only units, activations and buffers are left")
         ax.legend(handles=lines, loc="upper right")
     return fig, ax
 
@@ -98,7 +98,7 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
     variants = list(dict.fromkeys(row.variant for row in rows))
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
-        fig, ax = plt.subplots(figsize=(9, 2.8), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for shift, (model, marker) in enumerate(zip(models, MARKERS, strict=False)):
             for real in (True, False):
                 chosen = [row for row in rows if (row.model, row.real) == (model, real)]
@@ -114,6 +114,6 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
         ax.axhline(0, color=FRAME_COLOR, linewidth=0.8, zorder=0)
         ax.set_xticks(range(len(variants)), [variant.replace(" ", "\n") for variant in variants])
         finding = errors_within([row.error for row in rows], NEAR)
-        ax.set(ylabel="predicted / measured - 1 (%)", title=f"{finding}; gray: {100 * NEAR:.0f} %")
+        ax.set(ylabel="predicted / measured - 1 (%)", title=f"{finding}; gray: {100 * NEAR:.0f}%")
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return fig, ax

@@ -16,7 +16,7 @@ from fsdp_helpers.planning.devices import TYPICAL_RANGE
 from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
-from fsdp_helpers.records import ComparisonRow, MemoryCurve, Rung, RunRecord, StepTrace
+from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RunRecord, StepTrace
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
@@ -42,7 +42,7 @@ from fsdp_helpers.teaching.figures.titles import (
 from fsdp_helpers.training.palette import TEXT_COLOR
 
 MBIT = 1e6
-BAND = f"planned: full overlap to no overlap at {100 * TYPICAL_RANGE:.0f} % lower rates"
+BAND = f"planned: full overlap to no overlap at {100 * TYPICAL_RANGE:.0f}% lower rates"
 HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
@@ -99,7 +99,7 @@ def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
         "all-gather: full parameters": gather.end_s,
         "forward has kept its activations": end_s["forward"],
         "backward has made full gradients": reduce.start_s,
-        "reduced: shards are left": end_s["backward"],  # the reduce-scatter's own buffers are gone by then
+        "reduced: only shards are left": end_s["backward"],  # the reduce-scatter's own buffers are gone by then
     }
 
 
@@ -141,7 +141,7 @@ def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure,
 def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequence[Axes]]:
     """Plot one step on one time line: the collectives of every rank, and below them the bytes allocated on rank 0."""
     with figure_style():
-        size, heights = (8, 3.6 + 0.5 * len(traces)), (0.4 + 0.5 * len(traces), 2.4)
+        size, heights = (8, 2.9 + 0.5 * len(traces)), (0.4 + 0.5 * len(traces), 1.7)
         fig, axes = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights, layout="constrained")
         draw_memory_curve(axes[1], traces[0].curve)
         draw_collectives(axes[0], traces)
@@ -153,7 +153,7 @@ def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequen
 def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> tuple[Figure, Axes]:
     """Draw peak bytes per parameter against the number of ranks.
 
-    There's one line per name, which is a strategy or a variant of one ("ddp, lean"); the name is at the line's end.
+    There's one line per name: a strategy, or a variant of one ("ddp, lean"). The name is at the line's end.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -186,10 +186,10 @@ def apart(ends: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, flo
         yield *below, name
 
 
-def plot_ladder(rungs: Sequence[Rung]) -> tuple[Figure, Sequence[Axes]]:
-    """Plot each rung's held bytes (solid), peak (light), predicted peak (a mark), change of peak, and step time."""
+def plot_ladder(rungs: Sequence[LeverResult]) -> tuple[Figure, Sequence[Axes]]:
+    """Plot each rung's held bytes (solid), peak (light), predicted peak (a mark), change in peak, and step time."""
     with figure_style():
-        size = (9, 0.8 + 0.4 * len(rungs))
+        size = (8, 0.8 + 0.4 * len(rungs))
         fig, (memory_ax, time_ax) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(3, 1))
         peaks = [rung.peak_bytes for rung in rungs]
         draw_held_in_peak(memory_ax, rungs)
@@ -211,13 +211,13 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
     """Plot, for each model, every strategy's held bytes (solid), peak (light) and step time."""
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
-        fig, axes = plt.subplots(len(models), 2, figsize=(9, 0.6 + 2.4 * len(models)), layout="constrained")
+        fig, axes = plt.subplots(len(models), 2, figsize=(8, 0.6 + 2.4 * len(models)), layout="constrained")
         for (memory_ax, time_ax), model in zip(axes.reshape(-1, 2), models, strict=True):
             chosen = [row for row in rows if row.model == model]
             draw_held_in_peak(memory_ax, chosen)
             for place, row in enumerate(chosen):
                 text = f"  {in_mb(row.peak_bytes)}"
-                memory_ax.text(row.peak_bytes / MB, place, text, va="center", fontsize=8, color=TEXT_COLOR)
+                memory_ax.text(row.peak_bytes / MB, place, text, va="center", color=TEXT_COLOR)
             draw_times(time_ax, chosen)
             memory_ax.set_yticks(range(len(chosen)), [row.label for row in chosen])
             memory_ax.set(title=least_of_the_comparison(chosen), xlabel=HELD_IN_PEAK)
@@ -228,7 +228,7 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
 def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> tuple[Figure, Axes]:
     """Plot one step with offload on a time line: collectives, and copies between host and device, unit by unit."""
     with figure_style():
-        fig, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 2.4), layout="constrained")
         draw_copies(ax, trace, copies, units)
         found = unit_copies(copies, units)
         finding = copies_of_a_step([way for _, way, _ in found])
@@ -266,7 +266,7 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
         ax.yaxis.set_minor_locator(NullLocator())
         measured_s = dict(zip(bandwidths, [row["step_s"] for row in limited], strict=True))
         ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, between two machines"))
-        ax.legend(fontsize=8, loc="upper right")
+        ax.legend(loc="upper right")
     return fig, ax
 
 

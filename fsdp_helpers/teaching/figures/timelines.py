@@ -30,14 +30,14 @@ def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
 
 
 def draw_notes(ax: Axes, curve: MemoryCurve, notes: Mapping[str, float]) -> None:
-    """Draw texts above the curve, to the right of their lines; later texts are lower, so that no line crosses one."""
+    """Draw texts above the curve, to the right of their lines; later texts are lower, so no line crosses a text."""
     peak_mb = curve.peak_bytes / MB
     for above, (text, time_s) in enumerate(sorted(notes.items(), key=lambda note: note[1], reverse=True)):
         place = max(0, bisect_right(curve.times_s, time_s) - 1)
         height_mb = (1.12 + 0.12 * above) * peak_mb
         line = [curve.allocated_bytes[place] / MB, height_mb]
         ax.plot([1e3 * time_s] * 2, line, color=TEXT_COLOR, linewidth=0.8, marker="o", markevery=[0], markersize=3)
-        ax.text(1e3 * time_s, height_mb, f" {text}", va="center", fontsize=8, color=TEXT_COLOR)
+        ax.text(1e3 * time_s, height_mb, f" {text}", va="center", color=TEXT_COLOR)
     if notes:
         ax.set(ylim=(0, (1.12 + 0.12 * len(notes)) * peak_mb))
 
@@ -53,7 +53,7 @@ def draw_collectives(ax: Axes, traces: Sequence[StepTrace]) -> None:
             ax.barh(rank, width_ms, left=1e3 * phase.start_s, **look)
             if rank == 0:
                 middle_ms = 1e3 * phase.start_s + width_ms / 2
-                ax.text(middle_ms, -0.5, phase.name, ha="center", va="bottom", fontsize=8, color=TEXT_COLOR)
+                ax.text(middle_ms, -0.5, phase.name, ha="center", va="bottom", color=TEXT_COLOR)
         _draw_row(ax, rank, trace.collectives, length_ms)
     _name_operations(ax, [seen for trace in traces for seen in trace.collectives])
     ax.set_yticks(range(len(traces)), [f"rank {rank}" for rank in range(len(traces))])
@@ -73,7 +73,7 @@ def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units
     for unit, way, start_s in unit_copies(copies, units):
         line, time_ms = lines.index(way), 1e3 * (start_s - trace.began_s)
         ax.plot(time_ms, line, marker="v" if way == TO_DEVICE else "^", color=TEXT_COLOR, markersize=5)
-        ax.text(time_ms, line + 0.2, unit.removeprefix("blocks."), ha="center", va="top", fontsize=8)
+        ax.text(time_ms, line + 0.2, unit.removeprefix("blocks."), ha="center", va="top")
     _name_operations(ax, trace.collectives)
     ax.set_yticks(range(len(lines)), lines)
     ax.set(xlabel="time in the step (ms)", ylim=(len(lines) - 0.4, -0.95))
@@ -100,13 +100,13 @@ def _draw_row(ax: Axes, rank: int, collectives: Sequence[Collective], length_ms:
         visible_ms = max(width_ms, 0.004 * length_ms)
         ax.barh(rank, visible_ms, left=1e3 * seen.start_s, **_look(seen.op))
         if width_ms > NARROW * length_ms:
-            number = {"ha": "center", "va": "center_baseline", "color": "white", "fontsize": 8}
+            number = {"ha": "center", "va": "center_baseline", "color": "white"}
             ax.text(1e3 * seen.start_s + width_ms / 2, rank, in_mb(seen.sent_bytes), **number)
         else:
             narrow.append(seen.sent_bytes)
     if narrow:
         text = f" {len(narrow)} narrow bar{'s' * (len(narrow) > 1)}: {in_mb(sum(narrow))}"
-        ax.text(length_ms, rank, text, va="center", fontsize=8, color=TEXT_COLOR)
+        ax.text(length_ms, rank, text, va="center", color=TEXT_COLOR)
 
 
 def _look(op: str) -> dict:

@@ -1,4 +1,4 @@
-"""The titles of figures: each is one sentence that says what the figure shows, made from its numbers."""
+"""Titles for figures: one sentence each, made from the figure's numbers, saying what it shows."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from itertools import combinations
 from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST
 from fsdp_helpers.progress import count_ranks
 from fsdp_helpers.quantities import GB, format_bytes, in_mb
-from fsdp_helpers.records import ComparisonRow, MemoryCurve, RankRecord, Rung, StepTrace, largest_difference
+from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RankRecord, StepTrace, largest_difference
 
 SAME = 1e-4  # nats; summing in fp32 in a different order makes a far smaller difference
 
@@ -18,7 +18,7 @@ def titled(finding: str, subject: str) -> str:
 
 
 def same_losses(runs: Sequence[Sequence[float]]) -> str:
-    """Say by how much the losses of several runs differ, if they're the same up to rounding; else ""."""
+    """Say by how much the losses of several runs differ, if they're the same up to rounding; otherwise, return ""."""
     if len(runs) < 2 or not runs[0] or len({len(losses) for losses in runs}) > 1:
         return ""
     gaps = [largest_difference(one, other) for one, other in combinations(runs, 2)]
@@ -68,7 +68,7 @@ def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
     counts = [len(trace.collectives) for trace in traces]
     sent = [sum(seen.sent_bytes for seen in trace.collectives) for trace in traces]
     who = "each rank" if len(set(zip(counts, sent, strict=True))) == 1 and len(traces) > 1 else "rank 0"
-    return f"In {counts[0]} collective{'s' * (counts[0] != 1)} {who} sends {format_bytes(sent[0])}"
+    return f"In {counts[0]} collective{'s' * (counts[0] != 1)}, {who} sends {format_bytes(sent[0])}"
 
 
 def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
@@ -82,7 +82,7 @@ def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
     return f"{' and '.join(names)}: {_percent(held)} of what {first} holds, {_percent(peak)} of its peak"
 
 
-def foot_of_the_ladder(rungs: Sequence[Rung]) -> str:
+def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
     """Say what the lowest peak is, and how it compares with the first rung's."""
     least = min(rungs, key=lambda rung: rung.peak_bytes)
     if least is rungs[0]:
@@ -96,7 +96,7 @@ def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
     least = min(row.peak_bytes for row in rows)
     names = [row.label for row in rows if row.peak_bytes == least]
     share = f", {_percent(least / rows[0].peak_bytes)} of {rows[0].label}'s" if rows[0].label not in names else ""
-    return f"{rows[0].model}: the lowest peak is that of {' and '.join(names)}{share}"
+    return f"{rows[0].model}: {' and '.join(names)} {'have' if len(names) > 1 else 'has'} the lowest peak{share}"
 
 
 def copies_of_a_step(ways: Sequence[str]) -> str:
@@ -105,7 +105,7 @@ def copies_of_a_step(ways: Sequence[str]) -> str:
 
 
 def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
-    """Say on how many of these numbers of ranks a rank's bytes fit its device."""
+    """Say how many ranks it takes for a rank's bytes to fit its device."""
     too_few = [ranks for ranks, needed in needed_bytes.items() if needed > device_bytes]
     enough = [ranks for ranks in needed_bytes if ranks > max(too_few, default=0)]
     if not enough:
@@ -124,9 +124,9 @@ def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
     """Say how many times as long a step takes on the slowest link; `steps_s` is keyed by bandwidth in Mbit/s."""
     slowest = min(steps_s)
     return (
-        f"At {slowest:,.0f} Mbit/s a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"
+        f"At {slowest:,.0f} Mbit/s, a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"
     )
 
 
 def _percent(share: float, decimals: int = 0) -> str:
-    return f"{100 * share:.{decimals}f} %"
+    return f"{100 * share:.{decimals}f}%"

@@ -45,7 +45,7 @@ def ranks_from_torchrun() -> dict[str, int | str]:
 
 
 def measure_lines(rank: int, world_size: int) -> dict[str, object]:
-    """Run some lines from DDP scripts under FSDP2; return what they do on this rank."""
+    """Run some lines from DDP scripts under FSDP2; return their effects on this rank."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     found = {"inf on one rank": scale_gradients(rank, mesh)}
     layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
@@ -88,7 +88,7 @@ def scale_gradients(rank: int, mesh: dist.DeviceMesh) -> list[bool]:
 
 
 def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int, steps_done: int) -> list[str]:
-    """Return a job's problems, one line each. Call this on every rank, after a step, before you leave the job alone.
+    """Return a job's problems, one line each. Call this on every rank, after a step, before leaving the job unattended.
 
     `num_batches` is the length of this rank's data loader; `steps_done` counts from the very first job.
     """
@@ -102,11 +102,11 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
         findings.append(f"{strangers} of the optimizer's parameters aren't the model's: build it after fully_shard")
     if whole:
         findings.append(
-            f"{len(whole)} parameters aren't sharded, {whole[0]} among them: ignored, or reshard() is missing"
+            f"{len(whole)} parameters aren't sharded, including {whole[0]}: ignored, or reshard() wasn't called"
         )
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if len(units) == 1:
-        findings.append("one unit: the full model is unsharded at once")
+        findings.append("there's only one unit, so the full model is unsharded at once")
     small = sum(sum(own.numel() for own in unit.parameters()) < SMALL_UNIT for unit in units)
     if small > len(units) // 2:
         findings.append(
@@ -121,7 +121,7 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
     dist.all_gather_object(on_ranks, trained)
     if differing := sorted(set().union(*on_ranks) - set(on_ranks[0]).intersection(*on_ranks)):
         findings.append(
-            f"the ranks have trained different parameters, {differing[0]} among them: call every unit on every"
+            f"the ranks have trained different parameters, including {differing[0]}: call every unit on every"
             " rank, and call set_reduce_scatter_unused_params(True)"
         )
     counted = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
@@ -131,7 +131,7 @@ def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int
 
 
 def visit(rank: int, world_size: int) -> dict[str, list[str]]:
-    """Return the findings of `look_at` in small jobs with one fault each, and in one without."""
+    """Return the findings of `look_at` for small jobs with one fault each, and for healthy ones."""
     return {case: visit_one(rank, world_size, case) for _, case, *_ in SYMPTOMS}
 
 
@@ -152,7 +152,7 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
         shard(model, mesh)
     else:
         shard(model, mesh)
-    if case != "optimizer built before":
+    if case != "optimizer built first":
         optimizer = make_optimizer(model)
 
     images = torch.zeros(2, 1, 28, 28, device=rank_device())
@@ -161,7 +161,7 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
         if case == "ranks use different heads":
             outputs = model.heads[rank](outputs)
         outputs.square().mean().backward()
-        if case == "a head for every second step" and not optimizer.state:
+        if case == "a head used every other step" and not optimizer.state:
             model.head.weight.grad = model.head.bias.grad = None
         optimizer.step()
         optimizer.zero_grad()
@@ -172,10 +172,10 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
     return look_at(model, optimizer, num_batches, STEPS_DONE)
 
 
-# The symptom, the case in `visit_one` that has it, what to do, and the entries of 11 that show it.
+# The symptom, the case in `visit_one` that has it, what to do, and the cards in 11 that show it.
 SYMPTOMS = [
-    ("nothing: all is well", "no fault", "", ()),
-    ("nothing: all is well", "a head for every second step", "", ()),
+    ("none: all is well", "no fault", "", ()),
+    ("none: all is well", "a head used every other step", "", ()),
     (
         "gradients are wrong, without an error",
         "ranks use different heads",
@@ -184,14 +184,14 @@ SYMPTOMS = [
     ),
     (
         "the loss doesn't change",
-        "optimizer built before",
+        "optimizer built first",
         "build the optimizer after `fully_shard`",
         ("wrong-optimizer-first",),
     ),
     (
         "memory didn't go down",
         "one unit",
-        "a unit per block; then the levers of [07](07_memory_levers.ipynb)",
+        "a unit per block; then the levers in [07](07_memory_levers.ipynb)",
         ("memory-root-only", "memory-default-threshold"),
     ),
     (
@@ -207,7 +207,7 @@ SYMPTOMS = [
         ("hang-uneven-batches", "hang-gather-on-rank-0"),
     ),
     (
-        "cannot resume, or the loss jumps",
+        "can't resume, or the loss jumps",
         "Adam's state not loaded",
         "`set_optimizer_state_dict`, by name",
         ("save-module-prefix", "save-plain-optimizer-state"),

@@ -40,7 +40,7 @@ loss_of = nn.CrossEntropyLoss()
 CONFIG = TrainConfig(model="vit-mnist", global_batch_size=24, max_steps=4, train_images=480, test_images=60)
 
 
-# Short lines, kept so by trailing commas: the notebook shows the two functions side by side.
+# Trailing commas keep these lines short: the notebook shows the two functions side by side.
 def train_with_fsdp1(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -98,7 +98,7 @@ def train_with_fsdp2(
 
 
 def norms_by_both(rank: int, world_size: int, config: TrainConfig = CONFIG) -> dict[str, list[float]]:
-    """Train the same model on the same images in both, two micro-batches per step; return the gradient norms."""
+    """Train the same model on the same images with both APIs, two micro-batches per step; return the gradient norms."""
     mesh = init_device_mesh(rank_device().type, (world_size,))
     batches = first_batches(rank, world_size, config)
     steps = [list(zip(images.chunk(2), labels.chunk(2), strict=True)) for images, labels in batches]
@@ -152,7 +152,7 @@ def save_in_one_file(path: str, model: FullyShardedDataParallel, optimizer: Adam
 
 
 def count_twins(path: str) -> tuple[int, int]:
-    """Return how many parameters in a full checkpoint have two equal Adam moments, and how many there are."""
+    """Return how many parameters in a full checkpoint have two equal Adam moments, and how many there are in all."""
     states = torch.load(path, weights_only=True)["optimizer"]["state"].values()
     return sum(torch.equal(state["exp_avg"], state["exp_avg_sq"]) for state in states), len(states)
 
@@ -167,8 +167,8 @@ def write_one_file(folder: str) -> str:
 
 
 def go_on_with_fsdp2(rank: int, world_size: int, checkpoint: str) -> list[float]:
-    """Continue under FSDP2 from a folder of FSDP1's shards, or its one file; return the losses after MOVED_AT."""
-    warnings.simplefilter("ignore")  # shards of FSDP1 are ShardedTensors, which are deprecated
+    """Continue under FSDP2 from a folder of FSDP1's shards, or from its one file; return the losses after MOVED_AT."""
+    warnings.simplefilter("ignore")  # FSDP1's shards are ShardedTensors, which are deprecated
     mesh = init_device_mesh(rank_device().type, (world_size,))
     model = shard(build_model(seed=1), mesh)
     optimizer = make_optimizer(model)
@@ -195,7 +195,7 @@ def read_one_file(path: str, model: nn.Module, optimizer: AdamW) -> None:
 
 
 def compare_moments(rank: int, world_size: int, folder: str, one_file: str) -> dict[str, tuple[int, float]]:
-    """Compare Adam's state, read from the shards, with the one file: by moment, tensors and largest difference."""
+    """Compare Adam's state from the shards with the one file's; return counts and largest differences by moment."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh(rank_device().type, (world_size,))
     model = shard(build_model(seed=1), mesh)

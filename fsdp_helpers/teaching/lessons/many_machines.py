@@ -1,4 +1,4 @@
-"""Rank functions of notebook 10: a rank that stops, and hybrid copies that start with different weights."""
+"""Rank functions for notebook 10: a rank that stops, and hybrid copies that start with different weights."""
 
 import os
 import signal
@@ -23,8 +23,8 @@ def add_up_without(rank: int, world_size: int, stopped: int) -> float:
 
 
 def copies_apart(rank: int, world_size: int) -> dict[str, dict[str, float]]:
-    """Return how much two hybrid copies differ if they start with one seed, or with a seed per rank."""
-    warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs each rank draws its own values
+    """Return how much two hybrid copies differ when they start from one seed, and when each rank has its own."""
+    warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs, each rank draws its own values
     return {"one seed": train_copies(0, world_size), "a seed per rank": train_copies(rank, world_size)}
 
 
@@ -46,7 +46,7 @@ def train_copies(seed: int, world_size: int) -> dict[str, float]:
 
 
 def gap_between_copies(tensor: Tensor, group: dist.ProcessGroup) -> float:
-    """Return the largest difference between the tensors of two ranks of `group`."""
+    """Return the largest difference between the tensors of the two ranks in `group`."""
     both = [torch.empty_like(tensor) for _ in range(2)]
     dist.all_gather(both, tensor.detach().clone(), group=group)
     return (both[0] - both[1]).abs().max().item()

@@ -22,9 +22,9 @@ from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.ranks.group import rank_device
 
-TRAIN_IMAGES = 384  # eight steps to an epoch, so a run of twenty steps ends in the middle of its third
+TRAIN_IMAGES = 384  # eight steps per epoch, so a run of twenty steps ends in the middle of the third
 TEST_IMAGES = 120
-GLOBAL_BATCH = 48  # images per step, on all ranks and in all micro-batches
+GLOBAL_BATCH = 48  # images per step, across all ranks and micro-batches
 PARTS = 2  # micro-batches per step
 EVALUATE_EVERY = 5  # steps
 KEPT = 0.9  # the share of the weights' running average that a step keeps
@@ -70,7 +70,7 @@ def differences(baseline: Record, run: Record) -> list[float]:
     return [max(abs(a - b) for a, b in zip(long[-len(end) :], end, strict=True)) for long, end in pairs]
 
 
-# ---------------------------------------------------------------- what stays as it is
+# ---------------------------------------------------------------- the parts that stay
 
 
 def build_model(seed: int) -> ViT:
@@ -116,7 +116,7 @@ def load_test() -> Dataset:
 
 @torch.no_grad()
 def update_average(average: nn.Module, model: nn.Module) -> None:
-    """Move the running average (EMA) of the weights a little toward the model's."""
+    """Move the running average (EMA) of the weights a little toward the model's weights."""
     for mean, own in zip(average.parameters(), model.parameters(), strict=True):
         mean.lerp_(own, 1 - KEPT)
 
@@ -132,7 +132,7 @@ def mean_over_ranks(value: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-# ---------------------------------------------------------------- what the move is checked with
+# ---------------------------------------------------------------- checking the move
 
 
 def shard(model: ViT, mesh: dist.DeviceMesh) -> ViT:
@@ -149,7 +149,7 @@ def own_bytes(model: nn.Module) -> int:
 
 
 def compare_checkpoints(one: str, other: str) -> dict[str, tuple[int, int, float]]:
-    """Compare two files from `save_ddp`; return tensors, values and the largest difference for each part."""
+    """Compare two files from `save_ddp`; return each part's counts of tensors and values, and largest difference."""
     parts = [tensors_by_part(torch.load(path, weights_only=True)) for path in (one, other)]
     compared = {}
     for part, tensors in parts[0].items():

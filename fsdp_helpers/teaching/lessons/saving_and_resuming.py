@@ -46,7 +46,7 @@ def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str)
         for way, save_it in ways.items():
             with record_function(way):
                 finish(save_it(f"{folder}/traced-{way}"))
-    # Tracing takes time, so each way saves once more, without a trace, and is timed.
+    # Tracing takes time, so each way is timed in another save, without a trace.
     return [timed(way, save_it, Path(folder, way), trace.last(way).curve) for way, save_it in ways.items()]
 
 
@@ -73,7 +73,7 @@ def finish(writing: Future | None) -> None:
 
 
 def load_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load a checkpoint, the core of `load`: every rank reads its own shards, from whichever files have them."""
+    """Load a checkpoint, as `load` does at its core: every rank reads its own shards, whichever files they're in."""
     model_state, optimizer_state = get_state_dict(model, optimizer)  # tensors to fill
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     for name in list(optimizer_state["state"]):
@@ -121,7 +121,7 @@ def resume_without(
 
 
 def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: int) -> RunRecord:
-    """Run `train_worker`, and kill rank 0 while it writes its part of the checkpoint of `step`."""
+    """Run `train_worker`, and kill rank 0 while it writes its part of step `step`'s checkpoint."""
 
     def end_while_writing(event: str, details: tuple) -> None:
         if event == "open" and str(details[0]).endswith(f"{UNFINISHED}{checkpoint_name(step)}/__0_0.distcp"):

@@ -60,7 +60,7 @@ def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, float]:
-    """Return losses, the optimizer's number of parameters, and how much embedding and head differ afterward.
+    """Return losses, how many parameters the optimizer has, and how much embedding and head differ afterward.
 
     `cut` is an argument for `cut_tied`, or "not sharded".
     """
@@ -89,7 +89,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer and a small trained adapter around it, as in LoRA (Hu and others 2021, arXiv:2106.09685)."""
+    """A frozen linear layer plus a small trained adapter, as in LoRA (Hu et al. 2021, arXiv:2106.09685)."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class LowRank(nn.Module):
 
 
 def add_adapters(model: ViT, rank: int) -> ViT:
-    """Freeze everything; then train an adapter of `rank` columns around the attention of each block."""
+    """Freeze everything, then give each block's attention a trainable adapter of rank `rank`."""
     model.requires_grad_(False)
     for block in model.blocks:
         block.attention.qkv = LowRank(block.attention.qkv, rank)
@@ -153,7 +153,7 @@ def train_ignoring(rank: int, world_size: int, averaged: bool) -> tuple[str, flo
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params={model.positions})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # shards and a full tensor, one by one
-    torch.manual_seed(rank)  # every rank sees images of its own
+    torch.manual_seed(rank)  # every rank sees its own images
     for _ in range(STEPS):
         optimizer.zero_grad()
         images = torch.randn(4, shape.channels, shape.image_size, shape.image_size, device=rank_device())
@@ -206,7 +206,7 @@ def train_two_layers(rank: int, world_size: int, way: str) -> tuple[float, list[
 class TwoLayers(nn.Module):
     """Samples of kind 0 go through the first layer, those of kind 1 through the second: (N,) inputs, kinds -> summed outputs.
 
-    With `calls_all`, every rank calls both layers, even one that gets no samples; its gradient is then zero.
+    With `calls_all`, every rank calls both layers, even one without samples, whose gradient is then zero.
     """
 
     def __init__(self, layers: nn.ModuleList, calls_all: bool) -> None:
@@ -227,7 +227,7 @@ class TwoLayers(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class BufferRecord:
-    """A batch norm's running mean after a few steps of a strategy."""
+    """A batch norm's running statistics after a few steps under a strategy."""
 
     num_values: int  # on this rank
     apart: float  # the largest difference between two ranks' means
@@ -249,7 +249,7 @@ def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecor
         model = FullyShardedDataParallel(model, device_id=rank_device(), use_orig_params=True)
     else:
         fully_shard(model, mesh=init_device_mesh(rank_device().type, (world_size,)))
-    torch.manual_seed(rank)  # every rank sees inputs of its own
+    torch.manual_seed(rank)  # every rank sees its own inputs
     for _ in range(STEPS):
         model(torch.randn(16, 4, device=rank_device())).square().mean().backward()
     if strategy.endswith("averaged"):
@@ -263,7 +263,7 @@ def train_with_buffers(rank: int, world_size: int, strategy: str) -> BufferRecor
 
 
 def average_buffers(model: nn.Module) -> None:
-    """Average the ranks' statistics, variances included. Call this before evaluating and before saving."""
+    """Average the ranks' statistics, including variances. Call this before evaluating and before saving."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)

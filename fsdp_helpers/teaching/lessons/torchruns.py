@@ -18,7 +18,7 @@ import psutil
 from fsdp_helpers.gpus import VISIBLE, are_hidden
 from fsdp_helpers.teaching.page.show import table
 
-# The values a rank has to know, and the variables of torchrun and Slurm that have them.
+# The variables that every rank needs, and those that only torchrun or Slurm sets.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_RESTART_COUNT")
@@ -32,12 +32,12 @@ def own_variables() -> dict[str, str]:
 
 
 def look_around(rank: int, world_size: int) -> dict[str, str]:
-    """Return the variables that a rank of `launch` sees."""
+    """Return the variables that a rank sees under `launch`."""
     return own_variables()
 
 
 def write_own_variables(folder: Path) -> None:
-    """Write this rank's variables to its own file, whatever started the rank."""
+    """Write this rank's variables to its own file, no matter what started the rank."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(own_variables()))
 
@@ -149,7 +149,7 @@ def _wait_for_rank(rank: int, torchruns: Sequence[subprocess.Popen]) -> psutil.P
         for torchrun in torchruns:
             if torchrun.poll() is not None or time.monotonic() > deadline_s:
                 torchrun.terminate()
-                raise RuntimeError(f"torchrun started no rank {rank}:\n{torchrun.communicate()[0]}")
+                raise RuntimeError(f"torchrun didn't start rank {rank}:\n{torchrun.communicate()[0]}")
             with suppress(psutil.Error):  # a child that is just starting, or has just ended
                 for found in _workers_of(torchrun, rank):
                     return found
@@ -176,7 +176,7 @@ def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while not after.exists():
         if torchrun.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"the run did not reach {after.name}:\n{torchrun.communicate()[0]}")
+            raise RuntimeError(f"the run didn't reach {after.name}:\n{torchrun.communicate()[0]}")
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""One step of FSDP2, traced unit by unit: the source of the animation in notebook 03 and README.
+"""One step of FSDP2, traced unit by unit: the source of the animation in notebook 03 and the README.
 
 python -m fsdp_helpers.teaching.lessons.traced_step notebooks      # traces again, and writes both files
 """
@@ -71,7 +71,7 @@ def trace_step(
 
 
 def main() -> None:
-    from fsdp_helpers.teaching.figures import animation  # here, so that no rank loads the drawing code
+    from fsdp_helpers.teaching.figures import animation  # imported here, so that no rank loads the drawing code
 
     parser = argparse.ArgumentParser(description="Trace one step on two CPU ranks, and draw it.")
     parser.add_argument("folder", type=Path, help="the notebooks' folder")

@@ -1,4 +1,4 @@
-"""Ask accelerate for FSDP2 on CPU ranks, and train the same with plain torch. For notebook 14."""
+"""For notebook 14: ask accelerate for FSDP2 on CPU ranks, and train the same model with plain torch."""
 
 import importlib.util
 import json
@@ -80,9 +80,7 @@ def make_up_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor
 def ask_accelerate(kept: str | Path) -> dict:
     """Return what two CPU ranks get from accelerate or, if it isn't installed, the output saved in `kept`."""
     if importlib.util.find_spec("accelerate") is None:
-        return json.loads(Path(kept).read_text()) | {
-            "source": f"saved output, {kept}: accelerate is not installed here"
-        }
+        return json.loads(Path(kept).read_text()) | {"source": f"saved output, {kept}: accelerate isn't installed here"}
     answer = launch(train_with_accelerate, world_size=2, device="cpu")[0]
     versions = {name: version(name) for name in ("accelerate", "torch")}
     return {"versions": versions, "world_size": 2, **answer, "source": "run here"}

@@ -1,4 +1,4 @@
-"""Run PyTorch/XLA scripts in their own environment, or show their saved output where it's missing.
+"""Run PyTorch/XLA scripts in their own environment, or show their saved output if that isn't installed.
 
 torch_xla needs one particular version of torch, so we don't import it here. A script in notebooks/xla gets a folder
 with its settings, images and initial parameters, runs in the other interpreter, and writes its result as JSON.
@@ -24,7 +24,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 SCRIPTS = PROJECT / "notebooks" / "xla"
 RECORDS = PROJECT / "notebooks" / "reference" / "xla"
 VARIABLE, BUILT_BY_MAKE = "FSDP_XLA_PYTHON", PROJECT / ".venv-xla" / "bin" / "python"
-TIMEOUT_S, TERM_S = 600.0, 5.0  # a script has this long; after SIGTERM, this long to end before SIGKILL
+TIMEOUT_S, TERM_S = 600.0, 5.0  # limit for a script, and the time from SIGTERM to SIGKILL
 STUCK = re.compile(r"only (\d+) of them arrived")
 
 
@@ -37,14 +37,14 @@ class XlaError(RuntimeError):
 
 
 class XlaTimeout(TimeoutError):
-    """A script was still running after its time limit, and was ended."""
+    """A script was still running after its time limit, and was stopped."""
 
 
-# ---------------------------------------------------------------- a script of the other environment
+# ---------------------------------------------------------------- scripts in the other environment
 
 
 def find_python() -> Path:
-    """Return the interpreter that has torch_xla: FSDP_XLA_PYTHON, else the one that `make xla` built.
+    """Return the interpreter that has torch_xla: FSDP_XLA_PYTHON if set, otherwise the one that `make xla` built.
 
     Raises XlaMissing if there is neither, and ValueError if the variable names a file that doesn't exist.
     """
@@ -53,8 +53,8 @@ def find_python() -> Path:
     if python.exists():
         return python
     if chosen:
-        raise ValueError(f"{VARIABLE} names {chosen}, and there is no such file; `make xla` builds one in .venv-xla")
-    raise XlaMissing(f"PyTorch/XLA is not installed here; `make xla` installs it, or {VARIABLE} names its Python")
+        raise ValueError(f"{VARIABLE} names {chosen}, but there is no such file; `make xla` builds one in .venv-xla")
+    raise XlaMissing(f"PyTorch/XLA isn't installed here; run `make xla`, or set {VARIABLE} to a Python that has it")
 
 
 def run_script(
@@ -79,9 +79,9 @@ def run_script(
 
 
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
-    """Merge all replicas' files into one of full tensors with the library's own command; save it as safetensors.
+    """Merge all replicas' files into one file of full tensors, with the library's own command; save it as safetensors.
 
-    The file has the names of the plain model, like those that `fsdp_helpers.consolidate` writes. Raises the same
+    Its tensors have the plain model's names, as in the files that `fsdp_helpers.consolidate` writes. Raises the same
     errors as `run_script`.
     """
     module = "torch_xla.distributed.fsdp.consolidate_sharded_ckpts"
@@ -103,7 +103,7 @@ def settings_of_run(
     checkpoint: bool = False,
     **more: object,
 ) -> dict:
-    """Return the settings of a run of train.py.
+    """Return the settings for a run of train.py.
 
     `cut` is "nested", "size", "transformer" or None; `steps` selects some steps (default: all).
     """
@@ -123,7 +123,7 @@ def _run(command: list[str], name: str, folder: Path, timeout_s: float) -> None:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise XlaTimeout(
-                f"{name} was still running after {timeout_s:.0f} s and was ended; is the machine busy?"
+                f"{name} was still running after {timeout_s:.0f} s and was stopped; is the machine busy?"
             ) from None
         finally:
             _end(process)
@@ -143,21 +143,21 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def explain(output: str) -> str:
-    """Return the cause of a failure in words if it's a known one, else the last line the script printed."""
+    """Return the cause of a failure in words if it's a known one, otherwise the last lines that the script printed."""
     if arrived := STUCK.search(output):
         return (
             f"a collective was stuck: {arrived.group(1)} replica(s) reached it within 10 s, and XLA ended the process. "
             "On a CPU, replicas meet only if all three measures are taken (a lock around each step, "
-            "XLA_ENABLE_PARAM_ALIASING=0, pin_layout_in_collective_ops=False); if they are, the machine is too busy: "
+            "XLA_ENABLE_PARAM_ALIASING=0, pin_layout_in_collective_ops=False); if they are, the machine is too busy; "
             "run it again"
         )
     if "No module named 'torch_xla'" in output:
-        return f"its Python has no torch_xla; `make xla` builds one that does, or set {VARIABLE} to another"
+        return f"its Python has no torch_xla; `make xla` builds one that has it, or set {VARIABLE} to another"
     lines = [line for line in output.splitlines() if line.strip()]
     return "\n".join(lines[-12:]) or "it printed nothing"
 
 
-# ---------------------------------------------------------------- made anew, or kept
+# ---------------------------------------------------------------- run here, or saved
 
 
 def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
@@ -176,7 +176,7 @@ def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -
 
 
 def kept(key: str, why: str) -> object:
-    """Return a saved output; print `why` it isn't run here, and when it ran."""
+    """Return a saved output, and print `why` it isn't run here and when it was saved."""
     record = json.loads((RECORDS / f"{key}.json").read_text())
     print(f"{why}. Below is the output saved on {record['finished']}.")
     return record["result"]

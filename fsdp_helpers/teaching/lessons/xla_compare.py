@@ -1,4 +1,4 @@
-"""References for PyTorch/XLA's FSDP: plain training, FSDP2, and calculated counts. No torch_xla here."""
+"""References for PyTorch/XLA's FSDP: plain training, FSDP2, and calculated counts. Doesn't need torch_xla."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -21,7 +21,7 @@ from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import largest_difference
 from fsdp_helpers.teaching.lessons.xla_inputs import read_batches, start_model, start_optimizer
 
-TOLERANCE = 1e-5  # for a loss over some twenty steps, with sums in a different order
+TOLERANCE = 1e-5  # for losses over about twenty steps, with sums in a different order
 SHARD_MULTIPLE = 128  # XLA pads every tensor, so that each replica's shard has a multiple of this number of values
 
 # ---------------------------------------------------------------- the same training, here
@@ -106,7 +106,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, la
     return loss.detach()
 
 
-# ---------------------------------------------------------------- what is to be expected
+# ---------------------------------------------------------------- the expected numbers
 
 
 def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
@@ -119,7 +119,7 @@ def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
 
 
 def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: bool = False) -> int:
-    """Count the values that an XLA replica keeps: a shard of each tensor or, flattened, of each unit's one tensor.
+    """Count the values that an XLA replica keeps: a shard of each tensor or, flattened, of each unit's single tensor.
 
     Each is padded until its shards have a multiple of 128 values (`_shard_size_multiple` of the library).
     """
@@ -139,12 +139,12 @@ def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, res
 
 
 def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
-    """Return a run's losses over the global batch: the mean over its replicas, whose shares have equal size."""
+    """Return a run's losses over the global batch: the mean of its replicas' losses (their shares are equal)."""
     return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
-    """Compare the losses of all `runs` with `plain` training's. Raises ValueError if one differs by over TOLERANCE."""
+    """Compare the losses of all `runs` with `plain` training's. Raises ValueError if any differs by over TOLERANCE."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
     worst = list(differences)[np.argmax(list(differences.values()))]
     if not differences[worst] <= TOLERANCE:

@@ -1,6 +1,6 @@
-"""The common start of both environments: batches and initial parameters, read from files, and the optimizer.
+"""The starting point that both environments share: batches and initial parameters, read from files, and the optimizer.
 
-The scripts in notebooks/xla import this too, so it needs only NumPy and whatever torch there is.
+The scripts in notebooks/xla import this too, so it needs only NumPy and whichever torch is installed.
 """
 
 from pathlib import Path
@@ -25,8 +25,8 @@ def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
 def start_model(folder: Path, name: str) -> nn.Module:
     """Build the named network with the common initial parameters.
 
-    A transformer has GELU here. With ReLU, rounding can put a tiny input on either side of zero, which makes two
-    correct trainings differ by more than rounding.
+    Transformers use GELU here. With ReLU, rounding can put a tiny input on either side of zero, which makes two
+    correct runs differ by more than rounding.
     """
     model = build_model(name, dropout=False)
     for module in model.modules():
@@ -38,5 +38,5 @@ def start_model(folder: Path, name: str) -> nn.Module:
 
 
 def start_optimizer(model: nn.Module) -> torch.optim.SGD:
-    """Return SGD with momentum over the parameters of `model`: all of them or, once it's wrapped, the shards."""
+    """Return SGD with momentum for the parameters of `model`: the full ones or, once it's wrapped, the shards."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)

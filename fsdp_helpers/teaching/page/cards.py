@@ -1,4 +1,4 @@
-"""A card of the failure gallery: the broken code, its symptom, why, how to tell, the fix, and the proof."""
+"""A card in the failure gallery: the broken code, its symptom, why, how to tell, the fix, and the proof."""
 
 import re
 
@@ -20,7 +20,7 @@ def index() -> Markdown:
 
 
 def index_by(kind: str) -> str:
-    """Return the table of one kind of symptoms, in alphabetical order."""
+    """Return the table for one kind of symptom, in alphabetical order."""
     rows = sorted(
         (row.text, failure.name) for failure in gallery.GALLERY.values() for row in failure.rows() if row.kind == kind
     )
@@ -122,7 +122,7 @@ def shorten_stack(text: str) -> str:
     """Return the innermost three frames of a rank's main thread in the last complete stack of `text`, without folders.
 
     Only the main thread's stack goes down to `run_rank`. The last stack may be incomplete, if the rank was killed
-    meanwhile.
+    while writing it.
     """
     stacks = text.split("(most recent call first)")
     main_thread = [stack for stack in stacks if "in run_rank\n" in stack]

@@ -21,7 +21,7 @@ from fsdp_helpers.teaching.failures.entry import CHAPTER, Failure
 from fsdp_helpers.teaching.page import cards
 
 NOTEBOOK = Path(__file__).parents[3] / "notebooks" / CHAPTER
-MOST_S = 30.0  # until a broken run shows its symptom, even on a busy machine
+MOST_S = 60.0  # until a broken run shows its symptom, even on a busy machine; on an idle one, it takes seconds
 SEEN, WHY, PROOF, UNDER_TORCHRUN = "**What you see**\n\n", "\n\n**Why.**", "**The proof**\n\n", "Under plain torchrun"
 
 
@@ -85,8 +85,10 @@ def new_run(failure: Failure) -> tuple[str, str]:
     start_s = time.monotonic()
     broken, seconds = gallery.run_broken(failure), time.monotonic() - start_s
     fixed = gallery.run_fixed(failure)
-    if not gallery.comes_out_as_said(failure, broken) or not gallery.is_fixed(failure, fixed) or seconds > MOST_S:
-        raise ValueError(f"{failure.name}: after {seconds:.0f} s, its runs don't fit its card: {broken}, {fixed}")
+    if not gallery.comes_out_as_said(failure, broken) or not gallery.is_fixed(failure, fixed):
+        raise ValueError(f"{failure.name}: its runs don't fit its card: {broken}, {fixed}")
+    if seconds > MOST_S:
+        raise ValueError(f"{failure.name}: it took {seconds:.0f} s to show its symptom, more than {MOST_S:.0f}")
     seen = "\n\n".join(filter(None, [cards.text_block(cards.as_text(broken)), plain_output(failure)]))
     return seen, cards.proof(fixed, failure.right())
 

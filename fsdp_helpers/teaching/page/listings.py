@@ -9,7 +9,7 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, String, _TokenType
 
 # Plain colors, legible on white and on black: JupyterLab drops the theme's own, `var(--jp-...)`, from the outputs of a
-# notebook that was not run on this machine.
+# notebook that wasn't run on this machine.
 COLORS = {
     Comment: "#5f7f7f",
     String: "#c2410c",

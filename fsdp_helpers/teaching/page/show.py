@@ -112,7 +112,7 @@ def predictions(
     formula: str = "formula",
     unit: str = "bytes",
 ) -> Markdown:
-    """Show formula, prediction, measurement and their ratio, always together.
+    """Show formulas next to their predictions, the measurements, and the ratios of the two.
 
     Each row has a label, the formula as text, and the predicted and the measured number, both in `unit`. `what` and
     `formula` are the headings of the first two columns.
@@ -155,14 +155,14 @@ def machine(
 
     The variable FSDP_DEVICE overrides `device`, unless that's `fixed`. On the CPU, GPUs are hidden from this kernel and
     from every process it starts. The data is prepared, unless `data` says why none is needed. The description
-    has versions, device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle
+    lists versions, device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle
     GPUs. Raises ValueError for "cuda" if there are too few GPUs or torch can't use them.
     """
     import torch
 
-    from fsdp_helpers.data.images import describe_source, prepare_data
+    from fsdp_helpers.data.source import describe_source, prepare_data
+    from fsdp_helpers.gpus import device_name
     from fsdp_helpers.ranks.errors import shown_by_message
-    from fsdp_helpers.ranks.group import device_name
     from fsdp_helpers.teaching.page.this_machine import settle_device
 
     with shown_by_message(ValueError):

@@ -1,4 +1,4 @@
-"""Controls that redraw a plan whenever they change: the verdict, large, above a bar for each number of ranks."""
+"""Controls that redraw a plan whenever they change: a verdict in large type, above a bar for each number of ranks."""
 
 from base64 import b64decode
 from dataclasses import replace
@@ -39,7 +39,7 @@ def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recomput
     plan = plans[CHOICES["ranks"].index(ranks)]
     highest_gb = 1.1 * max(make_plan(subject, lean, clusters[0]).needed_bytes / GB, CHOICES["device_gb"][-1])
     summary = f"{model} on {ranks:,} ranks, {settings.batch:,} {plan.item}s on each, {precision}"
-    needs = f"peak {plan.peak.bytes / GB:,.1f} GB, and {plan.cluster.allowance_bytes / GB:.0f} GB outside the count"
+    needs = f"peak {plan.peak.bytes / GB:,.1f} GB, plus an allowance of {plan.cluster.allowance_bytes / GB:.0f} GB"
     verdict, advice = _verdict(plan, subject)
     fig, ax = plot_waterfall(plans, summary, chosen=ranks, highest_gb=highest_gb)
     ax.set_title(f"{summary}:\n{needs}{advice}", loc="left")
@@ -49,7 +49,7 @@ def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recomput
 
 
 def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
-    """Return the verdict in a few words and, if it doesn't fit, further changes that would make it fit."""
+    """Return the verdict in a few words and, if the plan doesn't fit, further changes that would make it fit."""
     if plan.fits:
         return f"fits, {plan.spare_bytes / GB:,.0f} GB free", ""
     too_much = f"{-plan.spare_bytes / GB:,.0f} GB too much"
@@ -57,7 +57,7 @@ def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
     if not changes:
         return f"{too_much}: use larger devices, or split layers across ranks (15)", ""
     first, *then = [text.partition(" (--")[0] for text, _ in changes]
-    ending = "with that it fits" if changes[-1][1].fits else "and it's still too much: use larger devices"
+    ending = "with that, it fits" if changes[-1][1].fits else "and it's still too much: use larger devices"
     return f"{too_much}: first {first}", "\n" + ", ".join([*(f"then {text}" for text in then), ending])
 
 

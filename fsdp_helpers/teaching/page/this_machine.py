@@ -9,7 +9,7 @@ import psutil
 from fsdp_helpers.gpus import Gpus, choose_device, find_gpus, hide_gpus, unhide_gpus
 from fsdp_helpers.quantities import KB, format_bytes
 
-CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less than the machine
+CGROUP = Path("/sys/fs/cgroup")  # a container's limits, which may be below the machine's
 WORTH_SAYING = 100_000 * KB
 
 
@@ -86,6 +86,6 @@ def describe_idle(gpus: Gpus, num_ranks: int) -> str:
         return f"This machine's GPU stays idle because torch can't use it: {gpus.problem}."
     has = f"This machine has {gpus.count} GPU{'s' * (gpus.count > 1)}, idle here"
     if gpus.count < num_ranks:
-        return f"{has}: {num_ranks} ranks need {num_ranks}, one each. Notebook 01, with one process, can use it."
+        return f"{has}: {num_ranks} ranks need {num_ranks}, one each. Notebook 01, with one process, can use one."
     how = f"unset {VARIABLE}" if os.environ.get(VARIABLE) else 'set `DEVICE = "cuda"` in the settings cell'
     return f"{has}: to use {'one for each rank' if num_ranks > 1 else 'one'}, {how} and run the notebook again."

@@ -21,11 +21,11 @@ from torchvision.datasets import MNIST
 
 from fsdp_helpers import gpus
 from fsdp_helpers.cli.doctor import environment as doctor_environment
-from fsdp_helpers.cli.doctor import leftovers, network
+from fsdp_helpers.cli.doctor import leftovers, rendezvous
 from fsdp_helpers.cli.doctor import machine as doctor_machine
 from fsdp_helpers.cli.doctor import report as doctor
 from fsdp_helpers.cli.doctor.rows import FAIL, NOTE, PASS, SKIP, Look, Outcome, Row, look_at, note
-from fsdp_helpers.data.mnist import MNIST_FILES
+from fsdp_helpers.data.source import MNIST_FILES
 from fsdp_helpers.gpus import VISIBLE, Gpus
 from fsdp_helpers.training.torchrun import RANK_VARIABLES
 
@@ -49,7 +49,13 @@ def healthy(monkeypatch, tmp_path):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (4096, 4096))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 16_000_000_000}))
     monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path / "data"))
-    for name in (*RANK_VARIABLES, "TORCHELASTIC_RUN_ID", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *network.PROXIES):
+    for name in (
+        *RANK_VARIABLES,
+        "TORCHELASTIC_RUN_ID",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        *rendezvous.PROXIES,
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -60,9 +66,9 @@ def test_a_good_machine(healthy, capsys, tmp_path):
 
 
 def test_two_ranks_add_up(monkeypatch):
-    assert network.two_ranks_add_up().passed
+    assert rendezvous.two_ranks_add_up().passed
     monkeypatch.setattr("fsdp_helpers.ranks.launch.launch", lambda *_, **__: [("cpu", 0.0, [], [])] * 2)
-    found = network.two_ranks_add_up()
+    found = rendezvous.two_ranks_add_up()
     assert not found.passed and found.measured.startswith("they found [('cpu', 0.0, [], [])")
 
 
@@ -104,7 +110,7 @@ def remove_a_package(patch, folder):
 
     patch.setattr(metadata, "requires", lambda name: ["safetensors"])
     patch.setattr(metadata, "version", version)
-    return "which is not installed"
+    return "which isn't installed"
 
 
 def break_torch(patch, folder):
@@ -112,13 +118,13 @@ def break_torch(patch, folder):
         raise OSError("libtorch_cpu.so: undefined symbol")
 
     patch.setattr(doctor_environment.importlib, "import_module", refuse)
-    return "torch cannot be loaded (OSError: libtorch_cpu.so: undefined symbol)"
+    return "torch can't be loaded (OSError: libtorch_cpu.so: undefined symbol)"
 
 
 def use_an_old_python(patch, folder):
     patch.setattr(sys, "version_info", (3, 8, 0))
     patch.setattr(platform, "python_version", lambda: "3.8.0")
-    return "3.8.0 is older than 3.11; make a new environment: make lab PYTHON=python3.12"
+    return "3.8.0 is older than 3.11; make a new environment: `make lab PYTHON=python3.12`"
 
 
 def remove_ipykernel(patch, folder):
@@ -126,7 +132,7 @@ def remove_ipykernel(patch, folder):
     patch.setattr(
         doctor_environment.importlib.util, "find_spec", lambda name: name != "ipykernel" and real(name) or None
     )
-    return "ipykernel cannot be imported"
+    return "ipykernel can't be imported"
 
 
 def use_a_different_kernel(patch, folder):
@@ -158,7 +164,7 @@ def lose_all_temporary_folders(patch, folder):
         raise FileNotFoundError("No usable temporary directory found")
 
     patch.setattr(tempfile, "gettempdir", refuse)
-    return "no folder for temporary files is writable; `export TMPDIR=` one that is"
+    return "no folder for temporary files is writable; set TMPDIR to one that is"
 
 
 def leave_rank_variables(patch, folder):
@@ -173,7 +179,7 @@ def leave_rank_variables(patch, folder):
 
 def name_a_missing_interface(patch, folder):
     patch.setenv("GLOO_SOCKET_IFNAME", "lo,ib7")
-    there = ", ".join(network.interfaces())
+    there = ", ".join(rendezvous.interfaces())
     remedy = f"name one of {there}, or `unset GLOO_SOCKET_IFNAME`"
     return f"GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; {remedy}"
 
@@ -193,13 +199,13 @@ def block_ports(patch, folder):
         raise ConnectionRefusedError("refused")
 
     patch.setattr(socket, "create_connection", refuse)
-    return "no connection to a port of this machine (refused); a firewall or sandbox blocks 127.0.0.1"
+    return "can't connect to a port on this machine (refused); a firewall or sandbox blocks 127.0.0.1"
 
 
 def break_gpu(patch, folder):
     patch.setenv(VISIBLE, "0")
     patch.setattr(gpus, "find_gpus", lambda wanted: Gpus(1, "the driver is too old (found version 11040)"))
-    return "torch cannot use the GPU of this machine (the driver is too old (found version 11040)); update the driver"
+    return "torch can't use this machine's GPU (the driver is too old (found version 11040)); update the driver"
 
 
 BROKEN = {
@@ -252,7 +258,7 @@ def have_docker_s_shared_memory(patch, folder):
 
 def have_less_memory(patch, folder):
     patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 5_000_000_000}))
-    return "enough for all but 04"
+    return "enough for all notebooks except 04"
 
 
 def open_few_files(patch, folder):
@@ -262,7 +268,7 @@ def open_few_files(patch, folder):
 
 def choose_a_missing_temporary_folder(patch, folder):
     patch.setenv("TMPDIR", str(folder / "gone"))
-    return "gone cannot be used (there is no such folder): Python uses "
+    return "gone can't be used (there's no such folder): Python uses "
 
 
 def leave_an_address(patch, folder):
@@ -272,8 +278,8 @@ def leave_an_address(patch, folder):
 
 def be_in_a_job_s_container(patch, folder):
     leave_rank_variables(patch, folder)
-    patch.setattr(network, "variables_of", lambda pid: STALE | {"PATH": "/bin"} if pid == 1 else {})
-    return "this container was started with them; start ranks with torchrun"
+    patch.setattr(rendezvous, "variables_of", lambda pid: STALE | {"PATH": "/bin"} if pid == 1 else {})
+    return "set when this container was started; start ranks with torchrun"
 
 
 def install_without_notebooks(patch, folder):
@@ -295,7 +301,7 @@ def have_a_proxy(patch, folder):
     patch.setenv("http_proxy", "http://proxy:3128")
     patch.delenv("no_proxy", raising=False)
     patch.delenv("NO_PROXY", raising=False)
-    return "http_proxy is set: `export no_proxy=localhost,127.0.0.1`"
+    return "http_proxy set: `export no_proxy=localhost,127.0.0.1`"
 
 
 DOUBTS = {
@@ -324,19 +330,19 @@ def test_a_doubt_is_a_note(doubt, title, healthy, monkeypatch, tmp_path):
     "chosen, found", [("lo", True), ("l", True), ("=l", False), ("^lo", True), ("^lo,eth", False), ("=eth0", True)]
 )
 def test_the_interfaces_that_nccl_would_use(chosen, found):
-    assert network.matches_nccl(chosen, ["lo", "eth0"]) is found
+    assert rendezvous.matches_nccl(chosen, ["lo", "eth0"]) is found
 
 
 def test_under_torchrun_its_variables_are_right(healthy, monkeypatch, tmp_path):
     leave_rank_variables(monkeypatch, tmp_path)
-    monkeypatch.setattr(network, "command_of", lambda pid: ["python", "/opt/bin/torchrun", "--standalone"])
-    assert network.rank_variables() == Outcome(True, "set by torchrun, which started this command")
+    monkeypatch.setattr(rendezvous, "command_of", lambda pid: ["python", "/opt/bin/torchrun", "--standalone"])
+    assert rendezvous.rank_variables() == Outcome(True, "set by torchrun, which started this command")
 
 
 def test_two_ranks_are_not_started_without_an_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
-    row = look_at(Look("two ranks", network.two_ranks_add_up))
-    assert (row.result, row.measured) == (SKIP, "not started: gloo has no interface, see above")
+    row = look_at(Look("two ranks", rendezvous.two_ranks_add_up))
+    assert (row.result, row.measured) == (SKIP, "not started: gloo has no interface (see above)")
 
 
 def test_the_verdict_counts():
@@ -350,11 +356,11 @@ def test_the_verdict_counts():
 
 LOOK = """
 import json, sys
-from fsdp_helpers.cli.doctor import leftovers, machine, network
+from fsdp_helpers.cli.doctor import leftovers, machine, rendezvous
 from fsdp_helpers.cli.doctor.rows import Look, look_at
-looks = [machine.shared_memory, machine.open_files, machine.temporary_folder, network.rank_variables,
-         network.host_name_is_this_machine, network.interfaces_exist, network.ports_answer,
-         network.proxies_leave_this_machine_alone, leftovers.processes_of_earlier_runs]
+looks = [machine.shared_memory, machine.open_files, machine.temporary_folder, rendezvous.rank_variables,
+         rendezvous.host_name_is_this_machine, rendezvous.interfaces_exist, rendezvous.ports_answer,
+         rendezvous.proxies_leave_this_machine_alone, leftovers.processes_of_earlier_runs]
 print(json.dumps({look.__name__: (row.result, row.measured) for look in looks for row in [look_at(Look("", look))]}))
 """
 
@@ -397,11 +403,11 @@ def test_with_a_full_shared_memory_and_variables_of_a_different_job(tmp_path):
     )
     for look, result, said in (
         ("shared_memory", FAIL, "4.19 MB of 16.8 MB free in /dev/shm, too little"),
-        ("open_files", FAIL, "at most 40, but two ranks need 64; no shell may raise it"),
-        ("temporary_folder", NOTE, "cannot be used (Read-only file system): Python uses /"),
+        ("open_files", FAIL, "at most 40, but two ranks need 64; a shell can't raise it"),
+        ("temporary_folder", NOTE, "can't be used (Read-only file system): Python uses /"),
         ("rank_variables", FAIL, "RANK=0, WORLD_SIZE=2, MASTER_ADDR=10.255.0.9"),
         ("interfaces_exist", FAIL, "GLOO_SOCKET_IFNAME names ib7, which this machine doesn't have; name one of lo"),
-        ("proxies_leave_this_machine_alone", NOTE, "http_proxy is set"),
+        ("proxies_leave_this_machine_alone", NOTE, "http_proxy set: "),
     ):
         assert found[look][0] == result and said in found[look][1], found[look]
 
@@ -502,7 +508,7 @@ def test_packed_data_are_found(monkeypatch, tmp_path):
         assert "no MNIST yet" in doctor_machine.data_can_be_used().measured, "until all four are there"
         (raw / name).write_bytes(content)
     found = doctor_machine.data_can_be_used()
-    assert found.passed and found.measured == "MNIST is there, packed and complete: the first run unpacks it"
+    assert found.passed and found.measured == "MNIST is there, complete but still compressed: the first run unpacks it"
     (raw / name).write_bytes(b"half of it")
     found = doctor_machine.data_can_be_used()
     assert not found.passed and f"{name} is damaged: its checksum is wrong. Delete it" in found.measured
@@ -529,5 +535,5 @@ def test_versions_beside_the_lock(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor_environment, "LOCK", lock)
     outcome = doctor_environment.versions_as_locked()
     assert (
-        outcome.is_note and "1 versions are not the tested ones" in outcome.measured and "not 2.0.0" in outcome.measured
+        outcome.is_note and "1 versions aren't the tested ones" in outcome.measured and "not 2.0.0" in outcome.measured
     )

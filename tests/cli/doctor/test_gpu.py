@@ -64,12 +64,12 @@ def break_torch(patch, answers):
 
 
 BROKEN = [
-    ("GPUs", break_driver, FAIL, "torch cannot use them: the driver is too old"),
+    ("GPUs", break_driver, FAIL, "torch can't use them: the driver is too old"),
     ("versions", break_torch, FAIL, "CUDA error: no kernel image is available"),
     ("memory", change("memory", ["NVIDIA A|1000000000|80000000000"]), NOTE, "1.00 GB of 80.0 GB free; something"),
     ("arithmetic", change("product", ["0.5"]), FAIL, "differs from the CPU's by 5.0e-01"),
     ("links", change("links", ["0"]), NOTE, "0 of 2 pairs"),
-    ("collectives", break_sums, FAIL, "they are wrong: [('cuda:0', 2.0"),
+    ("collectives", break_sums, FAIL, "wrong results: [('cuda:0', 2.0"),
     ("FSDP2", have_losses(fsdp2=[1.0, 0.5001]), FAIL, "differ from DDP's by 2.0e-04"),
     ("bf16", have_losses(bf16=[1.0, 0.5]), FAIL, "differ from fp32's by 0.0e+00"),
     ("bf16", have_losses(bf16=[1.0, 0.7]), FAIL, "differ from fp32's by 4.0e-01"),

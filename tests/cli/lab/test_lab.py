@@ -42,7 +42,7 @@ def test_copies_are_complete_and_never_overwritten(tmp_path):
     )
     (work / "03_fsdp.ipynb").write_text("solved")
     (work / "01_local_training.ipynb").unlink()
-    assert copies(work).stdout == f"{work}: 1 new file(s); all others are as they were\n"
+    assert copies(work).stdout == f"{work}: 1 new file(s); the others are unchanged\n"
     assert (work / "03_fsdp.ipynb").read_text() == "solved"
 
 
@@ -74,7 +74,9 @@ def test_an_exercise_is_reset_and_the_attempts_stay(tmp_path):
 @pytest.mark.parametrize("number", ["", "99", "three"])
 def test_a_notebook_that_is_not_there_is_not_reset(tmp_path, number):
     done = copies(tmp_path, "--reset", number)
-    assert done.returncode == 1 and done.stderr == f"there is no notebook {number!r}; give its number, such as 3\n"
+    assert (
+        done.returncode == 1 and done.stderr == f"there's no notebook {number!r}; give a notebook's number, such as 3\n"
+    )
 
 
 @pytest.mark.parametrize("path", ["work/03_fsdp.ipynb", "notebooks/my_ddp.py", "work/my_unit.py"])
@@ -120,15 +122,13 @@ def test_copies_that_cannot_be_signed_are_opened_unsigned(started, monkeypatch, 
     monkeypatch.setattr(jupyter, "PROJECT", tmp_path)
     (tmp_path / "signatures").touch()  # where a folder should be
     assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
-    assert len(started) == 1 and re.search(
-        r"^the copies are not signed: .+Error", capsys.readouterr().out, re.MULTILINE
-    )
+    assert len(started) == 1 and re.search(r"^the copies aren't signed: .+Error", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_copies_outside_what_jupyterlab_shows_are_refused(started, tmp_path, capsys):
     for folder in (tmp_path, PROJECT, PROJECT / "notebooks"):
         assert main(["lab", "--copies", str(folder)]) == 2
-        assert "choose a folder of its own inside" in capsys.readouterr().err
+        assert "choose a separate folder inside" in capsys.readouterr().err
     assert started == []
 
 

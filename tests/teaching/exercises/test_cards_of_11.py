@@ -38,7 +38,7 @@ ERRORS = {
     'Missing key(s) in state_dict: "0.weight".\n Unexpected key(s): "module.0.weight".': ["save-module-prefix"],
     'Missing key(s) in state_dict: "head.weight".': [],
     "PytorchStreamReader failed reading zip archive": ["save-half-written"],
-    "rank 1 did not answer any more: it's gone or cut off": ["crash-connection-closed"],
+    "rank 1 stopped answering: gone or cut off": ["crash-connection-closed"],
     "Connection closed by peer [127.0.0.1]:1234": ["crash-connection-closed"],
     "ValueError: shapes differ": [],
 }

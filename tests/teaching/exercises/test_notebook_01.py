@@ -50,7 +50,7 @@ class TestLargestBatch(RunTests):
         (local(32, 36_800_000), "next power of two would still fit"),
         (local(72, 58_800_000), "not a power of two"),
         (local(64, None), "run of one step"),
-        (local(128, 50_000_000, dropout=False), "leaves dropout at True; your run has False"),
-        (attempt(UNDER_LIMITS, strategy="ddp"), "about strategy local; your run has 'ddp'"),
+        (local(128, 50_000_000, dropout=False), "keeps dropout at True; your run has False"),
+        (attempt(UNDER_LIMITS, strategy="ddp"), "asks for strategy local; your run has 'ddp'"),
     ]
     wrong = [local(64, 54_400_000, model="simple")]  # it changes what the text leaves as it is

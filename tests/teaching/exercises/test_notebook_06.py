@@ -167,7 +167,10 @@ class TestLoop(BuildTests):
             marks=pytest.mark.long,
         ),
         # one folder, overwritten; a part of it is new when the save is cut short
-        ([('f"{step + 1:06}"', '"newest"')], "killed in the save after step 14 .* did one save write everything"),
+        (
+            [('f"{step + 1:06}"', '"newest"')],
+            "killed in the save after step 14 .* everything it loads come from the same save",
+        ),
         pytest.param(
             [("{step + 1:06}", "{step + 1}")],
             "continues with step 9; .* has to load the newest complete checkpoint",

@@ -16,11 +16,11 @@ class TestLevers(RunTests):
     ]
     missed = [
         (attempt(90_000_000, **VIT), "peaks at 90.0 MB"),
-        (attempt(UNDER_LIMITS, **VIT, activation_checkpointing="units"), "leaves activation_checkpointing at 'none'"),
-        (attempt(UNDER_LIMITS, **VIT, activation_checkpointing="selective"), "leaves activation_checkpointing"),
-        (attempt(UNDER_LIMITS, **{**VIT, "global_batch_size": 32}), "leaves global_batch_size at 64; your run has 32"),
-        (attempt(UNDER_LIMITS, **{**VIT, "model": "vit"}), "leaves model at 'vit-deep'; your run has 'vit'"),
-        (attempt(UNDER_LIMITS, world_size=4, **VIT), r"about 2 rank\(s\)"),
+        (attempt(UNDER_LIMITS, **VIT, activation_checkpointing="units"), "keeps activation_checkpointing at 'none'"),
+        (attempt(UNDER_LIMITS, **VIT, activation_checkpointing="selective"), "keeps activation_checkpointing"),
+        (attempt(UNDER_LIMITS, **{**VIT, "global_batch_size": 32}), "keeps global_batch_size at 64; your run has 32"),
+        (attempt(UNDER_LIMITS, **{**VIT, "model": "vit"}), "keeps model at 'vit-deep'; your run has 'vit'"),
+        (attempt(UNDER_LIMITS, world_size=4, **VIT), r"asks for 2 rank\(s\)"),
     ]
     wrong = [attempt(UNDER_LIMITS, **VIT, dropout=False)]  # it changes what the text leaves as it is
 
@@ -77,7 +77,10 @@ class TestAccumulation(BuildTestsOnRanks):
             "rank 0: a forward takes 12 images at once; a part has 3",
         ),
         ([(ONE_BY_ONE, TOGETHER)], "the second forward comes before the first backward"),
-        ([WITH_TORCH, (BY_SQUARES, CLIPPED.format(1e9))], "gradient_norm returns a DTensor; it should be a number"),
+        (
+            [WITH_TORCH, (BY_SQUARES, CLIPPED.format(1e9))],
+            "gradient_norm returns an object of type DTensor; it should be a number",
+        ),
         (
             [WITH_TORCH, (BY_SQUARES, CLIPPED.format(0.1).rstrip() + ".full_tensor()\n")],
             "gradient_norm must not change the gradient",

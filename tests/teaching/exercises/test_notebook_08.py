@@ -115,12 +115,12 @@ class TestStart(BuildTestsOnRanks):
     alone = (MISSING_KEY,)  # rank 0 alone reads the weights
     starter = "on 2 ranks, rank 0: 97 tensors aren't in any unit"
     wrong = [
-        ([('with torch.device("meta")', "if True")], "on top of what stays, .* in memory for a moment"),
-        ([("    model.fill_buffers()\n", "")], "the buffer doesn't have its values.*wrong-meta-buffers"),
+        ([('with torch.device("meta")', "if True")], "on top of the sharded model, .* in memory for a moment"),
+        ([("    model.fill_buffers()\n", "")], "the buffer has the wrong values.*wrong-meta-buffers"),
         ([("        fully_shard(block, mesh=mesh)", "        pass")], "the units are root; make one unit per block"),
         (
             [("model.to_empty(device=mesh.device_type)", "pass")],
-            "1 tensors are still on meta, waves .*wrong-meta-buffers",
+            "1 tensors are still on meta, including waves .*wrong-meta-buffers",
         ),
         (
             [("set_model_state_dict(model, weights, options=options)", "torch.nn.init.normal_(model.head.weight)")],
@@ -129,13 +129,13 @@ class TestStart(BuildTestsOnRanks):
         ([(ADD_KEY, "")], MISSING_KEY),
         (
             [(ADD_KEY, ""), ("broadcast_from_rank0=True)", "broadcast_from_rank0=True, strict=False)")],
-            "your model starts even from weights without blocks.3.linear1.weight",
+            "start_sharded accepts weights without blocks.3.linear1.weight",
         ),
         (
             [("    model.fill_buffers()\n", UNTIED + "    model.fill_buffers()\n")],
             "rank 0: head.weight and embed.weight are two parameters.*crash-tied-weights",
         ),
-        ([("    return model", "    return None")], "returns a NoneType; it should return the model"),
+        ([("    return model", "    return None")], "returns an object of type NoneType; it should return the model"),
     ]
 
     def test_another_way_is_accepted(self, write):

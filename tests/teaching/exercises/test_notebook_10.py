@@ -1,4 +1,4 @@
-"""The build exercise of notebook 10: a job script, run among stand-ins for Slurm and torchrun."""
+"""The build exercise of notebook 10: a job script, run with stand-ins for Slurm and torchrun."""
 
 import os
 import re
@@ -127,7 +127,7 @@ WAITING = "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done\n"
 QUEUED_EARLY = "the script requeued the job while ranks were saving, which stops them: srun has to end first"
 WRONG = [
     ([("partition=a100", "partition=a40")], "--partition: a40 is given; it should be a100"),
-    ([("--gpus-per-node=4", "--gpus-per-node=8")], "8 GPUs per node are requested; each node has 4"),
+    ([("--gpus-per-node=4", "--gpus-per-node=8")], "the script requests 8 GPUs per node; each node has 4"),
     ([("02:00:00", "1-00:00:00")], "the partition allows two hours"),
     ([("#SBATCH --requeue\n", "")], "which option queues it again"),
     ([("B:USR1@300", "USR1@300")], "this shell has to get a signal before the time limit"),
@@ -155,8 +155,14 @@ WRONG = [
     ([("exit $status", "exit 1")], "every torchrun succeeded, but the script exited with status 1"),
     ([("$first:", "gpu-0:")], "submitted with sbatch --nodes=2: .* the meeting point has to be one of the job's nodes"),
     ([("--max-restarts=3", "--max-restart=three")], "torchrun doesn't accept its arguments: .*invalid int value"),
-    ([("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")], "kills ranks 120 s after SIGTERM; saving takes up to 300 s"),
-    ([("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n", "")], "kills ranks 30 s after SIGTERM; saving takes up to 300 s"),
+    (
+        [("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")],
+        "kills ranks 120 s after SIGTERM, but saving takes up to 300 s",
+    ),
+    (
+        [("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n", "")],
+        "kills ranks 30 s after SIGTERM, but saving takes up to 300 s",
+    ),
     pytest.param(
         [('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM", marks=pytest.mark.long
     ),
@@ -166,7 +172,7 @@ WRONG = [
     ([(WAITING, "wait $!; status=$?\n")], QUEUED_EARLY),
     ([(WAITING, "wait $!\nexit $?\n")], "the script ended while ranks were saving, which stops them: srun has to end"),
     ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job wasn't requeued"),
-    ([('[ -z "$out_of_time" ] || ', "")], "the training was finished, but the script requeued the job"),
+    ([('[ -z "$out_of_time" ] || ', "")], "the training had finished, but the script requeued the job"),
 ]
 
 

@@ -38,7 +38,7 @@ def test_each_wrong_part_is_refused_and_the_right_one_not_given_away(cases):
         "isn't one of the symptoms": ("no idea", cause, letter),
         "isn't one of the causes": (symptom, "no idea", letter),
         "isn't one of the letters": (symptom, cause, "z"),
-        "give three words": "hang",
+        "give a tuple of three": "hang",
         "replace the ...": ...,
     }
     for said, answer in wrong.items():

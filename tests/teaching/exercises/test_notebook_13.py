@@ -37,7 +37,7 @@ class TestDocumentLoss(BuildTestsOnRanks):
         ([MEAN_OF_MEANS], "the gradient's direction differs .* by [2-9].%.*wrong-mean-of-means"),
         ([BY_TOKENS], "times as long as in one process .*wrong-summed-loss"),
         ([BY_ROWS], "the gradient is 0.875 times as long as in one process"),  # 7 documents, 8 rows
-        ([EVERYTHING], "the model computed .* tokens, but this rank's parts have only"),
+        ([EVERYTHING], "the model processed .* tokens, but this rank's parts have only"),
     ]
 
 
@@ -52,7 +52,7 @@ class TestChunks(BuildTestsOnRanks):
     name = "my_chunks"
     checker = staticmethod(notebook_13.check_chunks)
     worker = staticmethod(notebook_13.chunks_by_reader)
-    starter = "my_chunks.py fails: TypeError: chunked_loss returns a NoneType; it should be a tensor"
+    starter = "my_chunks.py fails: TypeError: chunked_loss returns an object of type NoneType; it should be a tensor"
     wrong = [
         (
             [("checkpoint(loss_of_chunk, part, head, wanted, cap, use_reentrant=False)", KEPT)],
@@ -90,10 +90,10 @@ class TestAdapters(BuildTestsOnRanks):
     file = "adapters-2.safetensors"
     starter = "adapters-2.safetensors can't be read: FileNotFoundError"
     wrong = [
-        ([(" if parameter.requires_grad", "")], "tensors that are not trained, .* among them"),
+        ([(" if parameter.requires_grad", "")], "tensors that aren't trained, including"),
         (
             [(" if parameter.requires_grad", ' if "lora" in name or parameter.requires_grad')],
-            "are not trained, .*lora_a",
+            "aren't trained, including .*lora_a",
         ),
         (
             [("detach().full_tensor()", "detach().to_local().clone()")],
@@ -101,9 +101,9 @@ class TestAdapters(BuildTestsOnRanks):
         ),
         (
             [("        parameter.copy_(own)\n", "        pass\n")],
-            "after loading, logits differ by .* from before saving",
+            "after loading, logits differ by .* from those before saving",
         ),
-        ([BY_OPTION], "1 tensors that are not trained, lm_head.weight among them"),
+        ([BY_OPTION], "1 tensors that aren't trained, including lm_head.weight"),
         (ELSEWHERE, "in the file, .*second_a differs from the model"),
     ]
 

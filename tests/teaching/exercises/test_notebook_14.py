@@ -79,7 +79,7 @@ class TestMove(BuildTestsOnRanks):
     worker = staticmethod(notebook_14.move_by_reader)
     alone = (LEFT_ALONE,)
     file = "."
-    starter = "on 2 ranks, rank 0: 10 parameters aren't sharded, module.embed.weight among them"
+    starter = "on 2 ranks, rank 0: 10 parameters aren't sharded, including module.embed.weight"
     wrong = [
         # 1: the optimizer has the parameters that sharding replaced
         (

@@ -42,7 +42,7 @@ class TestSplitMLP(BuildTestsOnRanks):
         ([("        return total, None", "        return total / 2, None")], "the gradient of the inputs"),
         ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses don't match one process's"),
         ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward runs all-reduce, all-reduce; one"),
-        ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP is a NoneType; it should be an nn.Module"),
+        ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP creates an object of type NoneType; it should be an nn.Module"),
     ]  # fmt: skip
 
     def test_other_ways_are_accepted(self, write):
@@ -104,7 +104,7 @@ def test_the_folded_solution_is_right():
         ({"data": ...}, "it should be a number|replace|choice needs"),
         ({"data": 64, "tensor": 8, "context": 1, "pipeline": 1}, "is 512 GPUs; there are 1,024"),
         ({"data": 1024, "tensor": 1, "context": 1, "pipeline": 1}, "512 sequences can't be split evenly across 1024"),
-        ({"data": 64, "tensor": 16, "context": 1, "pipeline": 1}, "16 ranks can't share 8 key heads"),
+        ({"data": 64, "tensor": 16, "context": 1, "pipeline": 1}, "16 ranks can't split 8 key heads"),
         ({"data": 128, "tensor": 1, "context": 1, "pipeline": 8}, "80 layers|bubble, above 25%"),
         ({"data": 512, "tensor": 2, "context": 1, "pipeline": 1}, "communication takes 100% of the arithmetic's time"),
         ({"data": 512, "tensor": 1, "context": 2, "pipeline": 1}, "communication takes 195% of"),

@@ -167,7 +167,7 @@ def test_every_card_has_its_parts(failure):
 
 
 def test_a_name_that_begins_with_no_symptom_is_refused():
-    with pytest.raises(ValueError, match="begins with none of the symptoms hang, crash"):
+    with pytest.raises(ValueError, match="has to begin with one of the symptoms hang, crash"):
         Failure(name="other-thing", title="", why="", tell="", fix="")
 
 

@@ -61,7 +61,7 @@ def test_py_spy_without_the_right_to_trace(tmp_path, monkeypatch):
     refusing.write_text("#!/bin/sh\necho 'Permission Denied: Try running again' >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(RuntimeError, match="py-spy cannot look at process 4242: Permission Denied: Try running again"):
+    with pytest.raises(RuntimeError, match="py-spy can't read process 4242: Permission Denied: Try running again"):
         tools.dump_process(4242)
 
 

@@ -40,7 +40,7 @@ def test_a_waterfall_adds_up_to_what_is_needed():
     three = [planned(ranks) for ranks in (8, 64, 1024)]
     fig, ax = plans.plot_waterfall(three, "title")
     bars = {container.get_label(): container for container in ax.containers}
-    assert list(bars) == [*CATEGORIES.values(), "outside the count"]
+    assert list(bars) == [*CATEGORIES.values(), "allowance"]
     for place, plan in enumerate(three):
         total = sum(container[place].get_height() for container in bars.values())
         assert total == pytest.approx(plan.needed_bytes / 1e9)
@@ -84,7 +84,7 @@ def test_errors_are_drawn_in_percent():
     drawn = sorted(round(float(y), 6) for marks in ax.collections for _, y in marks.get_offsets())
     assert drawn == [-1, 0, 1]
     assert [text.get_text() for text in ax.get_xticklabels()] == ["DDP", "bf16"]
-    # 1 % off twice, exact once
-    assert ax.get_title("left") == "3 of 3 peaks within 1 %; the worst is 1.0 % off; gray: 1 %"
+    # 1% off twice, exact once
+    assert ax.get_title("left") == "3 of 3 peaks within 1%; the worst is 1.0% off; gray: 1%"
     assert "m, real ranks: 1 at 0, 0 at 1. m, a rank of N: -1 at 0.08." in describe(fig)
     assert rows[0].is_exact and rows[0].error == pytest.approx(0.01)

@@ -22,10 +22,10 @@ from fsdp_helpers.planning.walk.units import COPY_OF_GLOO
 from fsdp_helpers.records import (
     Collective,
     ComparisonRow,
+    LeverResult,
     MemoryCurve,
     Phase,
     RankRecord,
-    Rung,
     RunRecord,
     StepTrace,
 )
@@ -72,8 +72,8 @@ def row(model: str, strategy: str, api: str | None) -> ComparisonRow:
     return ComparisonRow(model=model, strategy=strategy, api=api, world_size=2, step_s=0.01, final_loss=2.0, **sizes)
 
 
-def rung(name: str, peak_bytes: int) -> Rung:
-    return Rung(
+def rung(name: str, peak_bytes: int) -> LeverResult:
+    return LeverResult(
         name=name, strategy="ddp", predicted_bytes=39 * MB, peak_bytes=peak_bytes, held_bytes=9 * MB, step_s=0.01
     )
 
@@ -213,19 +213,19 @@ def test_a_title_states_what_was_found_or_there_is_none():
         # 40 of 16 MB, from 0.1 s on, where backward begins
         ("plot_memory_curve", ["The peak comes in backward, 2.5 times what is held between steps\nOne step"]),
         # Each rank sends 2 MB for each of three collectives
-        ("plot_collectives", ["In 3 collectives each rank sends 6.00 MB\nOne step"]),
-        ("plot_held_and_peak", ["fsdp: 100 % of what ddp holds, 75 % of its peak"]),
-        ("plot_ladder", ["The lowest peak is 30.0 MB, 75 % of DDP's 40.0"]),
+        ("plot_collectives", ["In 3 collectives, each rank sends 6.00 MB\nOne step"]),
+        ("plot_held_and_peak", ["fsdp: 100% of what ddp holds, 75% of its peak"]),
+        ("plot_ladder", ["The lowest peak is 30.0 MB, 75% of DDP's 40.0"]),
         (
             "plot_comparison",
             [
-                "shallow: the lowest peak is that of ddp and fsdp (fsdp1)",
-                "deep: the lowest peak is that of ddp",
+                "shallow: ddp and fsdp (fsdp1) have the lowest peak",
+                "deep: ddp has the lowest peak",
             ],
         ),
         ("plot_copies", ["Copies of units: 1 to the device, 0 to the host"]),
         # 20 MB for two million parameters, and 20 of 25 MB
-        ("plot_peak_by_ranks", ["Lowest on 2 ranks: ddp, lean, 10.0 bytes per parameter, 80 % of ddp's"]),
+        ("plot_peak_by_ranks", ["Lowest on 2 ranks: ddp, lean, 10.0 bytes per parameter, 80% of ddp's"]),
     ],
 )
 def test_titles_are_computed_from_what_is_drawn(name, found):
@@ -263,7 +263,7 @@ def test_the_planned_band_contains_the_arithmetic_as_well_as_the_bytes():
     at_the_right = band[band[:, 0] > 999.9, 1]
     assert min(at_the_right) == pytest.approx(38.4) and 60 < max(at_the_right)
     assert "measured: 60 at 1,000, 800 at 50." in describe(fig)
-    assert ax.get_title("left").startswith("At 50 Mbit/s a step takes 33 times as long")
+    assert ax.get_title("left").startswith("At 50 Mbit/s, a step takes 33 times as long")
 
 
 # ---------------------------------------------------------------- in words
@@ -274,7 +274,7 @@ SAID = {
     "plot_digits": ["7 ≠ 2"],
     "plot_memory_curve": ["The peak comes in backward", "16 at 0, 40 at 100, 16 at 200, 16 at 300."],
     "plot_held_and_peak": ["held, parameters 4", "at the peak, unsharded units 4", "peak 30.0"],
-    "plot_collectives": ["In 3 collectives each rank sends 6.00 MB", "rank 1: forward 100", "all_to_all 50"],
+    "plot_collectives": ["In 3 collectives, each rank sends 6.00 MB", "rank 1: forward 100", "all_to_all 50"],
     "plot_step": ["In 3 collectives", "reduce_scatter 50", "40 at 100"],
     "plot_peak_by_ranks": ["ddp, lean: 15 at 1, 10 at 2."],
     "plot_ladder": ["+ a lever: peak 30, held 9", "predicted: at 39. predicted: at 39."],

@@ -43,7 +43,7 @@ def test_the_variables_of_a_rank_are_read_while_it_runs():
     waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(1)'], env=e); print('ended')"
     outputs, given = torchruns.run_and_look(*(python(f"{child.format(rank)}; {waits}") for rank in (0, 1)))
     assert outputs == ["ended\n"] * 2 and (given["RANK"], given["LOCAL_RANK"]) == ("1", "0") and "OTHER" not in given
-    with pytest.raises(RuntimeError, match="started no rank 1:\nbroken"):
+    with pytest.raises(RuntimeError, match="torchrun didn't start rank 1:\nbroken"):
         torchruns.run_and_look(python("print('broken')"))
 
 
@@ -56,7 +56,7 @@ def test_nothing_runs_after_the_block():
 def test_a_run_that_ends_before_what_is_waited_for(tmp_path):
     with torchruns.started(python("print('broken')")) as (process,):
         process.wait(timeout=240)
-        with pytest.raises(RuntimeError, match="did not reach step-4:\nbroken"):
+        with pytest.raises(RuntimeError, match="didn't reach step-4:\nbroken"):
             torchruns.kill_rank(process, 1, after=tmp_path / "step-4")
     with (
         torchruns.started(python("print('broken')")) as (process,),
@@ -116,7 +116,7 @@ def test_step_times_are_drawn_as_measured(bandwidth):
     floor = dict(zip(*lines["sent bytes / bandwidth"].get_data(), strict=True))
     assert floor[1000.0] == pytest.approx(1000 * bandwidth["rates"][1]["predicted_s"])
     slowest = max(row["step_s"] for row in bandwidth["rates"]) / bandwidth["rates"][0]["step_s"]
-    assert ax.get_title("left").startswith(f"At 50 Mbit/s a step takes {slowest:.0f} times as long as without a limit")
+    assert ax.get_title("left").startswith(f"At 50 Mbit/s, a step takes {slowest:.0f} times as long as without a limit")
     told = ", ".join(f"{1e3 * row['step_s']:,.4g} at {row['bits_per_s'] / 1e6:,.0f}" for row in bandwidth["rates"][1:])
     assert f"measured: {told}." in describe(fig)
     assert "Mbit/s" in ax.get_xlabel() and "ms" in ax.get_ylabel()

@@ -14,7 +14,6 @@ from fsdp_helpers.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
 from fsdp_helpers.models import series as models
 from fsdp_helpers.models.vit import Attention, Block
 from fsdp_helpers.planning.walk.ledger import Peak, Term
-from fsdp_helpers.ranks import group
 from fsdp_helpers.sharding import strategies
 from fsdp_helpers.sharding.wrapping import size_policy
 from fsdp_helpers.teaching.lessons import saving_and_resuming
@@ -192,7 +191,7 @@ def machine(monkeypatch):
             monkeypatch.setattr(module, "find_gpus", lambda wanted=0: Gpus(0) if are_hidden() else found)
         shown = []
         monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))
-        monkeypatch.setattr(group, "device_name", lambda device: f"a {device}")
+        monkeypatch.setattr(gpus, "device_name", lambda device: f"a {device}")
         return show.machine(device, num_ranks, **{"data": "Data: the digits."} | settings), shown[0]
 
     yield set_up
@@ -208,7 +207,7 @@ def test_machine(machine):
 
 def test_the_data_are_prepared(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path / "none"))
-    assert "1,797 bundled digits, because MNIST could not be downloaded" in machine("cpu", 2, data=None)[1]
+    assert "1,797 bundled digits, because MNIST couldn't be downloaded" in machine("cpu", 2, data=None)[1]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +252,7 @@ def test_a_device_that_is_chosen_anew(machine):
     "found, problem",
     [
         (Gpus(1), "2 ranks need 2 CUDA devices, but this machine has 1; use device 'cpu', or fewer ranks"),
-        (Gpus(2, "the driver is too old"), r"torch cannot use the GPU of this machine \(the driver is too old\)"),
+        (Gpus(2, "the driver is too old"), r"torch can't use this machine's GPU \(the driver is too old\)"),
     ],
 )
 def test_cuda_without_the_gpus_for_it_is_refused(found, problem, machine):

@@ -39,8 +39,8 @@ def test_the_verdict_is_that_of_the_numbers_below_it(changes, verdict, color):
     fig.canvas.draw()
     said, below = fig._suptitle.get_text(), fig.axes[0].get_title("left")
     assert re.fullmatch(verdict, said) and fig._suptitle.get_color() == color
-    peak_gb, outside_gb = map(float, re.search(r"peak ([\d.]+) GB, and (\d+) GB", below).groups())
-    spare = chosen["device_gb"] - peak_gb - outside_gb
+    peak_gb, allowance_gb = map(float, re.search(r"peak ([\d.]+) GB, plus an allowance of (\d+) GB", below).groups())
+    spare = chosen["device_gb"] - peak_gb - allowance_gb
     assert int(re.search(r"(\d+) GB", said)[1]) == pytest.approx(abs(spare), abs=0.6)
     assert "--" not in said + below
 

@@ -1,4 +1,4 @@
-"""MNIST's files: checking them, or having one process download them once. Errors name the file that's damaged."""
+"""Find the images' source: MNIST, checked or downloaded once, in one process; otherwise scikit-learn's bundled digits."""
 
 import hashlib
 import io
@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 DOWNLOAD_TIMEOUT_S = 15.0
-RETRY_AFTER_S = 3600.0  # how long after a failed download it's tried again, instead of on every run
+RETRY_AFTER_S = 3600.0  # how long to wait after a failed download, instead of trying on every run
 FAILED_DOWNLOAD = ".mnist-download-failed"  # the file in the data folder that records the failure
 
 # The unpacked files: size in bytes and MD5.
@@ -24,10 +24,73 @@ MNIST_FILES = {
     "t10k-images-idx3-ubyte": (7_840_016, "2646ac647ad5339dbf082846283269ea"),
     "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
 }
+NUM_DIGITS_FOR_TEST = 360  # of the 1,797 bundled digits: the last fifth
+
+HOW_TO_GET_MNIST = (
+    "To use MNIST, put its four .gz files into the folder {folder}/MNIST/raw, or connect to the network and run again. "
+    "After a failed download, the next attempt is an hour later; to try again now, delete "
+    f"{{folder}}/{FAILED_DOWNLOAD}."
+)
 
 
 class DataError(Exception):
-    """The data can't be used as they are; the message names the file or folder and the fix."""
+    """The data can't be used; the message names the file or folder, and the fix."""
+
+
+def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
+    """Return `data_dir` if given, then the path in FSDP_DATA_DIR if set, otherwise data/ at the project's root."""
+    chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
+    return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
+
+
+def offline() -> bool:
+    """Return True if FSDP_OFFLINE is set: nothing is downloaded, and the digits are used even if MNIST is there."""
+    return os.environ.get("FSDP_OFFLINE", "") not in ("", "0")
+
+
+def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
+    """Make sure that workers will find their data; return the source, "mnist" or "digits".
+
+    One process calls this before the workers start. MNIST is downloaded at most once, even if two notebooks start
+    together, and its checksums are computed only here. A failed download isn't tried again for an hour.
+    Raises DataError for a damaged file, a damaged download, or a folder that isn't writable.
+    """
+    if offline():
+        return "digits"
+    folder = find_data_dir(data_dir)
+    if mnist_is_there(folder, checksums=True):
+        return "mnist"
+    with one_process_at_a_time(folder):
+        if mnist_is_there(folder, checksums=True) or download_mnist(folder):
+            return "mnist"
+    return "digits"
+
+
+def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
+    """Return a sentence saying which data is used and, for the digits, how to get MNIST."""
+    if source.startswith("text "):
+        return f"Data: a {source} (the beginning of its SHA-256), as bytes."
+    if source == "mnist":
+        return "Data: MNIST, 60,000 training and 10,000 test images."
+    if offline():
+        return "Data: scikit-learn's 1,797 bundled digits, because FSDP_OFFLINE is set. To use MNIST, unset it."
+    remedy = HOW_TO_GET_MNIST.format(folder=find_data_dir(data_dir).name)
+    return f"Data: scikit-learn's 1,797 bundled digits, because MNIST couldn't be downloaded. {remedy}"
+
+
+def source_at_hand(data_dir: str | os.PathLike | None = None) -> str:
+    """Return the source that's available now, "mnist" or "digits", without downloading anything."""
+    return "mnist" if not offline() and mnist_is_there(find_data_dir(data_dir)) else "digits"
+
+
+def num_train_images(source: str | None = None) -> int:
+    """Return the number of training images in `source` or, by default, in the data available now."""
+    return 60_000 if (source or source_at_hand()) == "mnist" else 1_797 - NUM_DIGITS_FOR_TEST
+
+
+def num_test_images(source: str | None = None) -> int:
+    """Return the number of test images in `source` or, by default, in the data available now."""
+    return 10_000 if (source or source_at_hand()) == "mnist" else NUM_DIGITS_FOR_TEST
 
 
 def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
@@ -43,7 +106,7 @@ def mnist_is_there(folder: Path, *, checksums: bool = False) -> bool:
 
 
 def packed_files(folder: Path) -> dict[str, str]:
-    """Return name and MD5 of the packed files that are in `folder`. Raises DataError if one is damaged."""
+    """Return the names and MD5 checksums of the .gz files in `folder`. Raises DataError if one is damaged."""
     from torchvision.datasets import MNIST
 
     raw = folder / "MNIST" / "raw"
@@ -75,7 +138,7 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise DataError(
-            f"MNIST is not in {folder}, and that folder isn't writable ({error.strerror}). "
+            f"MNIST isn't in {folder}, and that folder isn't writable ({error.strerror}). "
             "Choose another with --data-dir or FSDP_DATA_DIR, or make it writable."
         ) from error
     with lock:
@@ -83,10 +146,10 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def download_mnist(folder: Path) -> bool:
-    """Download MNIST into `folder`; return False if no mirror can be reached, or none could within the last hour.
+    """Download MNIST to `folder`; return False if no mirror can be reached, or an attempt failed in the last hour.
 
-    The files are downloaded to a private folder next to the final one and moved once all four are complete, so an
-    interrupted download leaves nothing behind. Packed files that are already there are used instead of downloaded.
+    The files are downloaded to a temporary folder inside `folder` and moved into place once all four are complete, so
+    an interrupted download leaves no partial files in place. A .gz file that's already there isn't downloaded again.
     """
     raw = folder / "MNIST" / "raw"
     packed = packed_files(folder)
@@ -98,7 +161,7 @@ def download_mnist(folder: Path) -> bool:
         for name in packed:
             shutil.copy(raw / name, private_raw)
         if not _fetched(private):
-            (folder / FAILED_DOWNLOAD).write_text("MNIST could not be downloaded. Delete this file to try at once.\n")
+            (folder / FAILED_DOWNLOAD).write_text("MNIST couldn't be downloaded. Delete this file to try again now.\n")
             return False
         raw.mkdir(parents=True, exist_ok=True)
         for name, (num_bytes, md5) in MNIST_FILES.items():
@@ -114,7 +177,7 @@ def _failed_lately(folder: Path) -> bool:
         age_s = time.time() - (folder / FAILED_DOWNLOAD).stat().st_mtime
     except FileNotFoundError:
         return False
-    return 0 <= age_s < RETRY_AFTER_S  # if it's negative, the clock was set back, so the age is unknown
+    return 0 <= age_s < RETRY_AFTER_S  # a negative age is unknown: the clock was set back
 
 
 def _fetched(folder: str) -> bool:
@@ -129,8 +192,8 @@ def _fetched(folder: str) -> bool:
             path = Path(folder, "MNIST", "raw", name)
             if path.exists() and _md5(path) != md5:
                 raise DataError(
-                    f"{name} arrived damaged ({path.stat().st_size} bytes, wrong checksum), and nothing was kept. "
-                    "Run again; if it happens again, the mirror is at fault."
+                    f"the download of {name} is damaged ({path.stat().st_size} bytes, wrong checksum); nothing was "
+                    "kept. Run again; if it happens again, the mirror is at fault."
                 ) from error
         return False
     return True

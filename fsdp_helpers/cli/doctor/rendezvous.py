@@ -1,4 +1,4 @@
-"""Checks of how ranks find and reach each other: variables, names, interfaces, ports, and two ranks that communicate."""
+"""Check how ranks find and reach each other: variables, names, interfaces, ports, and two ranks that communicate."""
 
 import os
 import socket
@@ -17,11 +17,11 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"
 
 
 def rank_variables() -> Outcome:
-    """Look for torchrun's variables outside torchrun: `train` would believe it's a rank, and wait for the others."""
+    """Look for torchrun's variables outside torchrun: `train` would think it's a rank, and wait for the others."""
     found = {name: os.environ[name] for name in dict.fromkeys((*TELLING, *RANK_VARIABLES)) if name in os.environ}
     said, names = ", ".join(f"{name}={value}" for name, value in found.items()), " ".join(found)
     if not found:
-        return Outcome(True, "none is set")
+        return Outcome(True, "none are set")
     if any(agent in word for word in command_of(os.getppid())[:4] for agent in AGENTS):
         return Outcome(True, "set by torchrun, which started this command")
     if not any(name in found for name in TELLING):
@@ -29,7 +29,7 @@ def rank_variables() -> Outcome:
             f"{said}: left over? A script with its own `init_process_group` would use them; otherwise, `unset {names}`"
         )
     if found.items() <= variables_of(1).items():
-        return note(f"{said}: this container was started with them; start ranks with torchrun, or `unset {names}`")
+        return note(f"{said}: set when this container was started; start ranks with torchrun, or `unset {names}`")
     return Outcome(False, f"{said} without torchrun: `train` would wait for other ranks; `unset {names}`")
 
 
@@ -43,7 +43,7 @@ def command_of(pid: int) -> Sequence[str]:
 
 
 def variables_of(pid: int) -> Mapping[str, str]:
-    """Return the environment a process was started with; {} if it can't be read."""
+    """Return the environment variables a process was started with; {} if they can't be read."""
     import psutil
 
     try:
@@ -53,7 +53,7 @@ def variables_of(pid: int) -> Mapping[str, str]:
 
 
 def interfaces_exist() -> Outcome:
-    """Compare the interfaces that gloo and NCCL are told to use with those that this machine has."""
+    """Check that this machine has the network interfaces that gloo and NCCL are told to use."""
     there = interfaces()
     if missing := missing_for_gloo():
         remedy = f"name one of {', '.join(there)}, or `unset GLOO_SOCKET_IFNAME`"
@@ -77,7 +77,7 @@ def missing_for_gloo() -> list[str]:
 
 
 def matches_nccl(chosen: str, there: Sequence[str]) -> bool:
-    """Return whether NCCL would use any interface: prefixes, `=` before exact names, `^` before those to exclude."""
+    """Return True if NCCL would find an interface: names are prefixes, exact after `=`, and excluded after `^`."""
     is_excluded, chosen = chosen.startswith("^"), chosen.removeprefix("^")
     is_exact, names = chosen.startswith("="), chosen.removeprefix("=").split(",")
 
@@ -88,7 +88,7 @@ def matches_nccl(chosen: str, there: Sequence[str]) -> bool:
 
 
 def proxies_leave_this_machine_alone() -> Outcome:
-    """Look for a proxy that would intercept requests to this machine: Jupyter's, and the debug server's."""
+    """Look for a proxy that would intercept requests to this machine, such as Jupyter's and the debug server's."""
     found = [name for name in PROXIES if os.environ.get(name)]
     if not found:
         return Outcome(True, "none")
@@ -96,7 +96,7 @@ def proxies_leave_this_machine_alone() -> Outcome:
     if spared == "*" or {"localhost", "127.0.0.1"} <= set(spared.replace(" ", "").split(",")):
         return Outcome(True, f"{', '.join(found)}; not used for localhost")
     return note(
-        f"{', '.join(found)} is set: `export no_proxy=localhost,127.0.0.1`, or the proxy gets requests to this machine"
+        f"{', '.join(found)} set: `export no_proxy=localhost,127.0.0.1`, or the proxy gets requests to this machine"
     )
 
 
@@ -104,7 +104,7 @@ def proxies_leave_this_machine_alone() -> Outcome:
 
 
 def host_name_is_this_machine() -> Outcome:
-    """Look up the host's own name, as torchrun does to tell ranks where to meet."""
+    """Look up this host's name, as torchrun does to tell ranks where to meet."""
     name = socket.gethostname()
     remedy = f"torchrun's ranks meet at that name; add the line `127.0.0.1 {name}` to /etc/hosts"
     try:
@@ -117,7 +117,7 @@ def host_name_is_this_machine() -> Outcome:
 
 
 def is_own_address(address: str) -> bool:
-    """Return whether an interface of this machine has that IPv4 address; all of 127.0.0.0/8 belongs to the loopback."""
+    """Return True if an interface of this machine has that IPv4 address; all of 127.0.0.0/8 belongs to loopback."""
     import psutil
 
     known = {one.address for addresses in psutil.net_if_addrs().values() for one in addresses}
@@ -131,20 +131,20 @@ def ports_answer() -> Outcome:
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
         remedy = "a firewall or sandbox blocks 127.0.0.1; torchrun and gloo need it"
-        return Outcome(False, f"no connection to a port of this machine ({error}); {remedy}")
-    return Outcome(True, "a free port of 127.0.0.1 answers")
+        return Outcome(False, f"can't connect to a port on this machine ({error}); {remedy}")
+    return Outcome(True, "a free port on 127.0.0.1 answers")
 
 
 # ---------------------------------------------------------------- two ranks
 
 
 def two_ranks_add_up() -> Outcome:
-    """Start two ranks that exchange a sum, a gather and a scatter, as every notebook does."""
+    """Start two ranks that run an all-reduce, an all-gather and a reduce-scatter, as the notebooks do."""
     from fsdp_helpers.cli.doctor.workers import collectives_on_device, expected_of_collectives
     from fsdp_helpers.ranks.launch import launch
 
     if missing_for_gloo():
-        raise Unfit("not started: gloo has no interface, see above")
+        raise Unfit("not started: gloo has no interface (see above)")
     began_s = time.monotonic()
     found = launch(collectives_on_device, world_size=2, device="cpu", timeout_s=ROUND_TRIP_S, progress=False)
     right = expected_of_collectives("cpu", 2)

@@ -1,4 +1,4 @@
-"""Run `python -m fsdp_helpers plan`: its arguments, its table and its sentences. No torch.
+"""`python -m fsdp_helpers plan`: its arguments, its table and its sentences. No torch import.
 
 The flags for training and for the cluster come from `Settings` and `Cluster`; the flags for shapes are defined here.
 """
@@ -36,7 +36,7 @@ from fsdp_helpers.quantities import GB, format_bytes, format_count, format_secon
 
 DAY_S = DAY_HOURS * HOUR_S
 DEFAULT_BATCH = {"image": 8, "token": 8192}  # items per rank in one forward and backward
-# Llama 3 405B trained with 4 to 16 million tokens per step, DeepSeek-V3 with 12.6 to 62.9. Few runs exceed Llama 3's.
+# Llama 3 405B was trained with 4 to 16 million tokens per step, DeepSeek-V3 with 12.6 to 62.9. Few runs exceed 16.
 LARGE_STEP = 16e6
 LLAMA_FLAGS = {  # flag -> field, meaning
     "width": ("width", "model width: the size of a token's hidden vector"),
@@ -97,7 +97,7 @@ COST_FLAGS = (
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`. The ones that `train` has, too, mean the same there."""
+    """Add the arguments of `plan`. Those that `train` also has mean the same there."""
     group = plan.add_argument_group("the model")
     kind = group.add_mutually_exclusive_group(required=True)
     kind.add_argument("--model", choices=NAMED_MODELS, help="a model known by name")
@@ -105,7 +105,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="the config.json of a Hugging Face model: a Llama or most of its descendants",
+        help="the config.json of a Hugging Face model: a Llama, or most models derived from it",
     )
     kind.add_argument("--llama", action="store_true", help="a Llama-like model with the shape given below")
     kind.add_argument("--vit", action="store_true", help="a vision transformer with the shape given below")
@@ -157,7 +157,7 @@ def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
 
 
 def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
-    """Return the settings; --global-batch, if given, determines the number of micro-batches."""
+    """Return the settings. If --global-batch is given, it determines the number of micro-batches."""
     settings = Settings(batch=_batch(options, subject), **given_settings(vars(options), TRAINING_FLAGS))
     if options.global_batch is None:
         return settings
@@ -174,7 +174,7 @@ def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
 
 
 def read_subject(options: argparse.Namespace) -> Subject:
-    """Return the model, given by its name, a config file or its shape."""
+    """Return the model that the arguments name, by its name, a config file or its shape."""
     if options.vit or options.model and options.model not in LLAMA_SHAPES:
         for flag, given in {
             "context": options.context,
@@ -182,7 +182,7 @@ def read_subject(options: argparse.Namespace) -> Subject:
             "lora-rank": options.lora_rank,
         }.items():
             if given:
-                raise ValueError(f"--{flag} belongs to language models; leave it out")
+                raise ValueError(f"--{flag} is only for language models; leave it out")
     if options.vit:
         return vit_subject("vit", _vit_shape(options))
     name, shape = None, None
@@ -199,7 +199,7 @@ def read_subject(options: argparse.Namespace) -> Subject:
     if options.context is not None:
         require_whole("context", options.context)
         if shape.positions and options.context > shape.positions:
-            raise ValueError(f"--context is {options.context:,}; {name} only has {shape.positions:,} learned positions")
+            raise ValueError(f"--context is {options.context:,}; {name} has only {shape.positions:,} learned positions")
         shape = replace(shape, context=options.context)
     if options.lora_rank is not None:
         require_whole("lora_rank", options.lora_rank)
@@ -210,7 +210,7 @@ def _refuse(options: argparse.Namespace, names: list[str], belongs_to: str) -> N
     for flag in names:
         given = getattr(options, flag.replace("-", "_"))
         if given is not None and given is not False:
-            raise ValueError(f"--{flag} belongs to {belongs_to}; leave it out")
+            raise ValueError(f"--{flag} works only with {belongs_to}; leave it out")
 
 
 def _shape_values(options: argparse.Namespace, names: dict, defaults: dict) -> dict:
@@ -220,11 +220,11 @@ def _shape_values(options: argparse.Namespace, names: dict, defaults: dict) -> d
         value = getattr(options, flag.replace("-", "_"))
         value = defaults.get(field) if value is None else value
         if value is None:
-            raise ValueError(f"the shape lacks --{flag}; give all of {', '.join(f'--{name}' for name in names)}")
+            raise ValueError(f"--{flag} is missing; the shape needs {', '.join(f'--{name}' for name in names)}")
         require_whole(flag, value)
         values[field] = value
     if values["width"] % values["num_heads"]:
-        raise ValueError(f"{values['num_heads']} heads do not divide a width of {values['width']}")
+        raise ValueError(f"{values['num_heads']} heads don't divide a width of {values['width']}")
     return values
 
 
@@ -232,7 +232,7 @@ def _llama_shape(options: argparse.Namespace) -> LlamaShape:
     _refuse(options, [*VIT_FLAGS], "--vit")
     values = _shape_values(options, LLAMA_FLAGS, {"num_kv_heads": options.heads})
     if values["num_heads"] % values["num_kv_heads"]:
-        raise ValueError(f"{values['num_kv_heads']} kv-heads do not divide {values['num_heads']} heads")
+        raise ValueError(f"{values['num_kv_heads']} kv-heads don't divide {values['num_heads']} heads")
     return LlamaShape(**values, tied=options.tied)
 
 
@@ -243,7 +243,7 @@ def _vit_shape(options: argparse.Namespace) -> ViTShape:
     values = _shape_values(options, names | VIT_FLAGS, usual)
     if values["image_size"] % values["patch_size"]:
         raise ValueError(
-            f"patches of {values['patch_size']} pixels do not divide an image of {values['image_size']} pixels"
+            f"patches of {values['patch_size']} pixels don't divide an image of {values['image_size']} pixels"
         )
     return ViTShape(**values, channels=3, class_token=True)
 
@@ -277,9 +277,9 @@ def _check_costs(options: argparse.Namespace) -> None:
             f"--goodput is {options.goodput}; it's a share of the time, so it must be above 0 and at most 1"
         )
     if options.goodput is not None and options.total is None:
-        raise ValueError("--goodput only matters for the GPU-hours of a full run; give --total as well")
+        raise ValueError("--goodput matters only for the GPU-hours of a full run; give --total as well")
     if options.days is not None and not (options.sweep and options.total):
-        raise ValueError("--days looks for the fewest GPUs; give --sweep and --total as well")
+        raise ValueError("--days needs a sweep to find the fewest GPUs; give --sweep and --total as well")
 
 
 # ---------------------------------------------------------------- output
@@ -309,7 +309,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def _saving(options: argparse.Namespace, plan: Plan) -> SavePlan | None:
-    """Return how often to save a checkpoint, or None if the storage's speed isn't given."""
+    """Return how often to save a checkpoint; None if the storage's speed isn't given."""
     if options.storage_gb_s is None:
         return None
     return save_plan(
@@ -321,7 +321,7 @@ def _saving(options: argparse.Namespace, plan: Plan) -> SavePlan | None:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the plan as lines of text: the model, bytes by category, and what a step sends and how long it takes."""
+    """Yield the plan as lines of text: the model, bytes by category, the bytes a step sends, and its time."""
     settings, cluster = plan.settings, plan.cluster
     active = f" ({format_count(plan.active_params)} active)" if plan.active_params else ""
     yield (
@@ -337,7 +337,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from _step_lines(plan)
     yield ""
     rows = plan.by_category() | {f"peak: {plan.peak.when}": plan.peak.bytes}
-    rows |= {"outside the count": round(cluster.allowance_bytes)}
+    rows |= {"allowance": round(cluster.allowance_bytes)}
     if plan.host_bytes:
         rows |= {"in host memory, for each rank": plan.host_bytes}
         rows |= {f"in host memory, of a node of {cluster.node_ranks:,}": plan.node_host_bytes}
@@ -351,7 +351,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def _step_lines(plan: Plan) -> Iterator[str]:
-    """Say how large a step is, across all ranks and micro-batches, and warn if that's more than usual."""
+    """Yield how large a step is, across all ranks and micro-batches, and a warning if that's more than usual."""
     settings, ranks = plan.settings, plan.cluster.world_size
     parts = f" x {settings.micro_batches} parts" if settings.micro_batches > 1 else ""
     samples = f" in {plan.items_per_step // plan.sequence:,} sequences" if plan.sequence > 1 else ""
@@ -361,9 +361,9 @@ def _step_lines(plan: Plan) -> Iterator[str]:
     )
     if plan.item == "token" and plan.items_per_step > LARGE_STEP:
         yield (
-            f"That is more than {LARGE_STEP / 1e6:.0f} million: with steps that large, few runs still learn as much from "
-            "each token. Fewer ranks, micro-batches or sequences make the step smaller. To use as many ranks for fewer sequences, "
-            f"split layers and sequences across ranks. {CHAPTER}."
+            f"That's more than {LARGE_STEP / 1e6:.0f} million, and with steps that large, few runs learn as much from "
+            "each token. Fewer ranks, micro-batches or sequences make the step smaller. To use as many ranks for fewer "
+            f"sequences, split layers and sequences across ranks. {CHAPTER}."
         )
 
 
@@ -383,11 +383,11 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
         f"{format_seconds(time.exposed_s)}, {update}."
     )
     if not time.optimizer_s:
-        yield "An update is bound by the time to read the state from memory; name a --device to include it."
+        yield "The optimizer's update is limited by memory bandwidth; name a --device to include it."
     if plan.step_s is None:
         yield (
-            f"That is a lower limit: no unit computes for {format_seconds(LAUNCH_BOUND_S)} in forward, so a GPU waits for "
-            "its kernels to be launched, and launches decide. Larger batches, fewer units or torch.compile help."
+            f"That's a lower limit: no unit's forward computes for {format_seconds(LAUNCH_BOUND_S)}, so the GPU waits "
+            "for its kernels to be launched. Larger batches, fewer units or torch.compile help."
         )
         return
     shortest, longest = (format_seconds(bound) for bound in plan.step_s)
@@ -402,39 +402,39 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
 
 
 def _reason(plan: Plan) -> str:
-    """Return the reason why a step's time has this range."""
+    """Return the reason for the range of a step's time."""
     if plan.cluster.device is None:
-        return f"with all communication hidden behind arithmetic; with none, and rates {TYPICAL_RANGE:.0%} below"
+        lower = f"rates {TYPICAL_RANGE:.0%} lower"
+        return f"the first with all communication hidden behind arithmetic; the second with none, and {lower}"
     device = named_device(plan.cluster.device)
     if device.measured:
         return f"published runs on {device.title} are up to {TYPICAL_RANGE:.0%} faster or slower"
-    return f"there's no published run on {device.title}, so we use the share of the peak that the most similar device reaches"
+    return f"there's no published run on {device.title}, so we assume the most similar device's share of the peak rate"
 
 
 def _held_back_lines(plan: Plan, waits: Plan | None) -> Iterator[str]:
-    """Yield what you'd gain, and what it costs, if gradients were only reduced after the last micro-batch."""
+    """Yield the gain and the cost of reducing gradients only after the last micro-batch."""
     if waits is None:
         return
-    fits = "which fits" if waits.fits else "which does not fit"
+    fits = "which fits" if waits.fits else "which doesn't fit"
     yield (
-        f"Gradients are reduced after each part. If they're held back until the last (--no-sync-micro-batches), a "
-        f"rank sends "
-        f"{format_bytes(plan.sent_bytes - waits.sent_bytes)} less and peaks at {format_bytes(waits.peak.bytes)}, "
-        f"{fits}."
+        f"Gradients are reduced after each micro-batch. If they're reduced only after the last one "
+        f"(--no-sync-micro-batches), a rank sends {format_bytes(plan.sent_bytes - waits.sent_bytes)} less and peaks at "
+        f"{format_bytes(waits.peak.bytes)}, {fits}."
     )
 
 
 def _cost_lines(options: argparse.Namespace, plan: Plan, saving: SavePlan | None, hours: float | None) -> Iterator[str]:
     if saving is None:
         yield (
-            f"A checkpoint has {format_bytes(plan.checkpoint_bytes)}; give --storage-gb-s, a node's write rate, to see "
-            "how often to save."
+            f"A checkpoint takes {format_bytes(plan.checkpoint_bytes)}; give --storage-gb-s, a node's write rate, to "
+            "see how often to save."
         )
     else:
         yield (
-            f"A checkpoint has {format_bytes(saving.checkpoint_bytes)} and takes {format_seconds(saving.save_s)}; with a "
-            f"failure every {format_seconds(HOUR_S * saving.hours_between_failures)} that takes "
-            f"{options.restart_minutes:g} minutes until all ranks train again, save every "
+            f"A checkpoint takes {format_bytes(saving.checkpoint_bytes)} and {format_seconds(saving.save_s)} to write. "
+            f"If there's a failure every {format_seconds(HOUR_S * saving.hours_between_failures)}, and it takes "
+            f"{options.restart_minutes:g} minutes until all ranks are training again, save every "
             f"{format_seconds(saving.every_s)} and lose {saving.lost_share:.1%} of the time."
         )
     if hours is not None:
@@ -444,7 +444,7 @@ def _cost_lines(options: argparse.Namespace, plan: Plan, saving: SavePlan | None
 
 
 def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
-    """Yield the fastest plan on the same cluster, or say that this is the one."""
+    """Yield the fastest plan on the same cluster, or a sentence saying it's this one."""
     if best is None or plan.step_s is None:
         return
     if best.settings == plan.settings:
@@ -472,7 +472,7 @@ def _paste_lines(
 
 
 def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
-    """Return the words of a command that makes `plan`, which is a changed version of the one in `options`."""
+    """Return the words of a command that makes `plan`, a changed version of the plan that `options` describe."""
     words = ["python", "-m", "fsdp_helpers", "plan"]
     for name in ("model", "config"):
         words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []
@@ -495,7 +495,7 @@ def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
 
 
 def _sweep_lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the table of --sweep and, with --days, the fewest GPUs that finish in time."""
+    """Yield the lines of --sweep's table and, with --days, the fewest GPUs that finish in time."""
     first = read_subject(options)
     contexts = [options.context] if options.context or first.item != "token" else CONTEXTS
     subjects = [read_subject(argparse.Namespace(**vars(options) | {"context": context})) for context in contexts]
@@ -540,5 +540,5 @@ def _fewest_lines(
         days = days_of(plan, options.total, goodput)
         yield (
             f"{what}: {plan.cluster.world_size:,} GPUs are the fewest that finish in {options.days:g} days: "
-            f"{days:,.1f}, {plan.items_per_step:,} {plan.item}s a step."
+            f"{days:,.1f} days, {plan.items_per_step:,} {plan.item}s per step."
         )
