@@ -163,6 +163,23 @@ def test_table():
     ]
 
 
+@pytest.mark.parametrize(
+    "cells, side",
+    [
+        (["1,024", "7", "-"], "--:"),
+        (["4.80 MB", "-3 %", "1.2e-07", "≤ 2.5 ms", "**500**"], "--:"),
+        (["16·P", "4·P"], ":--"),
+        (["12", "none"], ":--"),
+        (["[64, 9216]"], ":--"),
+        (["-", ""], ":--"),
+        (["2 ranks"], ":--"),
+    ],
+)
+def test_numbers_are_to_the_right_and_text_to_the_left(cells, side):
+    shown = show.table(["which", "it"], [[place, cell] for place, cell in enumerate(cells)])
+    assert shown.data.splitlines()[1] == f"| :-- | {side} |"
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """`show.machine` beside imagined GPUs: the device that it returns, and what it shows."""
