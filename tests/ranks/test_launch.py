@@ -6,6 +6,7 @@ import py_compile
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import tempfile
 import threading
@@ -362,7 +363,8 @@ def test_ranks_have_the_environment_of_their_launch(monkeypatch):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
 def test_freed_memory_is_used_again():
-    faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
-    assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
-    # In long runs of the tests, up to four of eight rounds needed one new buffer; without the settings, all need three.
-    assert sum(faults[2:]) < 8 * faults[0] / 2
+    launches = [launch(workers.count_page_faults, world_size=1, device="cpu")[0] for _ in range(3)]
+    assert min(faults[0] for faults in launches) > 10_000  # three buffers of 8,192 pages, two or three of them new
+    # Usually, no later round needs a new buffer, and seldom four of the eight do. Without MALLOC_TUNABLES, they need 7
+    # to 20 among them; without `keep_freed_memory`, 24.
+    assert statistics.median(round(sum(faults[2:]) / 8192) for faults in launches) < 6
