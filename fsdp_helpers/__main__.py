@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="check this machine; exit status 1 if anything is wrong")
     doctor.add_argument(
-        "--gpu", action="store_true", help="also check its GPUs, and print a table to paste into an issue"
+        "--gpu", action="store_true", help="also check this machine's GPUs, and print a table to paste into an issue"
     )
     doctor.set_defaults(run=doctor_command)
 

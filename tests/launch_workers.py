@@ -7,6 +7,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -98,19 +99,24 @@ def all_reduce_on_device(rank, world_size):
     return value.item(), str(rank_device()), torch.cuda.current_device()
 
 
-def count_page_faults(rank, world_size):
-    """Page faults of each of ten rounds that allocate and free the same large buffers, with small tensors kept."""
-    kept, faults = [], []
+def count_new_buffers(rank, world_size, seed):
+    """New buffers in each of ten rounds that allocate and free three large ones, with small tensors kept.
+
+    What is on the heap before differs from seed to seed and from rank to rank.
+    """
+    draw = random.Random(10 * seed + rank).randrange
+    kept, counts = [bytearray(draw(16, 2000)) for _ in range(draw(2000))][::2], []
     for _ in range(10):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        first, second = torch.ones(2**23), torch.ones(2**23)  # 33.6 MB each
+        first, second = torch.ones(2**23), torch.ones(2**23)
         kept.append(torch.ones(1))
         del first
         third = torch.ones(2**23)
         kept.append(torch.ones(4))
         del second, third
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return faults
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        counts.append(round(faults * resource.getpagesize() / 2**25))
+    return counts
 
 
 def print_lines(rank, world_size, count):

@@ -82,9 +82,3 @@ def test_conda_takes_the_lock():
         "--requirement requirements.lock",
         "--editable .",
     ]
-
-
-def test_every_dependency_says_what_it_is_for():
-    text = (PROJECT / "pyproject.toml").read_text()
-    without = [one for one in RANGES + TOOLS if not re.search(rf'^    "{re.escape(one)}",  # \S', text, re.MULTILINE)]
-    assert without == []

@@ -178,58 +178,6 @@ def test_every_word_of_the_glossary_is_explained_by_a_notebook():
     assert set(words.values()) <= {path.stem[:2] for path in PATHS}
 
 
-# ---------------------------------------------------------------- the checks can fail
-
-
-def small_notebook():
-    """One that nothing is wrong with."""
-    parameters = nbformat.v4.new_code_cell("world_size = 2", execution_count=1, metadata={"tags": ["parameters"]})
-    output = nbformat.v4.new_output("stream", name="stdout", text="2 ranks\n")
-    code = nbformat.v4.new_code_cell("print(world_size, 'ranks')", execution_count=2, outputs=[output])
-    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A title"), parameters, code])
-
-
-def set_output(notebook, text, name="stdout"):
-    notebook.cells[2].outputs = [nbformat.v4.new_output("stream", name=name, text=text)]
-
-
-@pytest.mark.parametrize(
-    "spoil, problem",
-    [
-        (lambda book: book.cells[2].update(execution_count=5), "execution counts"),
-        (lambda book: book.cells[1].metadata.clear(), "0 cells are tagged"),
-        (lambda book: book.cells[2].metadata.update(tags=["parameters"]), "2 cells are tagged"),
-        (lambda book: book.cells[0].update(source="Look:\n\n```python\n"), "1 code fences"),
-        (lambda book: book.cells[0].update(source="<details><summary>Hint</summary>Try."), "1 <details> and 0"),
-        (
-            lambda book: book.cells[2].update(source="show.table([], [])\nx = 1"),
-            "show.table stands before its last line",
-        ),
-        (lambda book: set_output(book, "saved to /home/me/model.pt"), "path of one machine"),
-        (lambda book: set_output(book, ".venv/lib/python3.11/site-packages/torch"), "path of one machine"),
-        (lambda book: set_output(book, "x.py:1: UserWarning: old\n  f()"), "a warning is kept"),
-        (lambda book: set_output(book, "anything", name="stderr"), "standard error is kept"),
-        (
-            lambda book: book.cells[2].update(
-                outputs=[nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])]
-            ),
-            "an error is kept",
-        ),
-    ],
-)
-def test_each_problem_is_found(spoil, problem):
-    notebook = small_notebook()
-    spoil(notebook)
-    assert any(problem in found for found in problems(notebook))
-
-
-def test_an_error_that_is_meant_to_be_seen_may_stay():
-    notebook = small_notebook()
-    notebook.cells[2].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=["no"])]
-    notebook.cells[2].metadata["tags"] = ["raises-exception"]
-    assert problems(notebook) == []
-
-
 GLOSSARY = """
 | word | also called | what it means | explained in |
 | :-- | :-- | :-- | :-- |

@@ -5,7 +5,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import nbformat
-import pytest
 from leftovers import PROJECT
 
 NOTEBOOKS = PROJECT / "notebooks"
@@ -54,13 +53,6 @@ def test_the_minutes_add_up():
     assert {title: pair for title, pair in found.items() if pair[0] != pair[1]} == {}
 
 
-@pytest.mark.parametrize(
-    "number", ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "13", "14", "15"]
-)
-def test_each_chapter_is_taught(number):
-    assert re.search(rf"\({number}_\w+\.ipynb", TEXT)
-
-
 def test_every_command_exists():
     targets = set(re.findall(r"`make ([a-z-]+)", TEXT))
     makefile = (PROJECT / "Makefile").read_text()
@@ -68,10 +60,3 @@ def test_every_command_exists():
     front = (PROJECT / "fsdp_helpers" / "__main__.py").read_text()
     commands = set(re.findall(r"python -m fsdp_helpers ([a-z-]+)", TEXT))
     assert len(commands) >= 3 and {name for name in commands if f'"{name}"' not in front} == set()
-
-
-def test_a_missing_section_and_a_wrong_sum_are_found():
-    assert missing_places("[x](03_fsdp.ipynb#No-such-section) [y](03_fsdp.ipynb#The-idea)", NOTEBOOKS) == [
-        "[x](03_fsdp.ipynb#No-such-section)"
-    ]
-    assert plans("## A day: 30 minutes\n| 10 | a |\n| 15 | b |\n") == {"A day: 30 minutes": (30, 25)}

@@ -261,7 +261,7 @@ def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str,
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the nested dicts `tree` with each leaf replaced by the value at its path in `found`, or left out."""
+    """Return the nested dicts `tree` with each leaf replaced by the value at its path in `found`, or left out if there's none."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

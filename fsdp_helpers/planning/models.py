@@ -47,7 +47,7 @@ class Subject:
         """Raise ValueError for a batch, a precision or another setting that this model doesn't support."""
         if loss_chunks > 1 and not self.chunks_loss:
             raise ValueError(
-                f"--loss-chunks is only for language models planned by their shape; leave it out for {self.name}"
+                f"--loss-chunks is only for language models that are planned from their shape; leave it out for {self.name}"
             )
         if batch % self.sequence:
             raise ValueError(

@@ -208,7 +208,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
 
 
 def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:
-    """Return the ranks that didn't sign within `wait_s` seconds; [0] if rank 0's store doesn't answer."""
+    """Return the ranks that didn't sign in within `wait_s` seconds; [0] if rank 0's store doesn't answer."""
     signed: set[int] = set()
 
     def collect() -> None:

@@ -90,7 +90,7 @@ def test_last_takes_the_last_and_subtracts_what_does_not_count():
 def test_an_unknown_stretch_is_an_error_that_helps():
     with trace_memory("cpu") as trace:
         torch.empty(1)
-    with pytest.raises(ValueError, match=r"saw no 'epoch'; mark it with torch.profiler.record_function"):
+    with pytest.raises(ValueError, match=r"the trace has no 'epoch'; mark it with torch.profiler.record_function"):
         trace.last("epoch")
 
 

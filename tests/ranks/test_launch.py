@@ -362,7 +362,10 @@ def test_ranks_have_the_environment_of_their_launch(monkeypatch):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
 def test_freed_memory_is_used_again():
-    faults = launch(workers.count_page_faults, world_size=1, device="cpu")[0]
-    assert faults[0] > 10_000  # three buffers of 8,192 pages, two or three of them new
-    # In long runs of the tests, up to four of eight rounds needed one new buffer; without the settings, all need three.
-    assert sum(faults[2:]) < 8 * faults[0] / 2
+    ranks = [
+        counts for seed in range(4) for counts in launch(workers.count_new_buffers, seed, world_size=2, device="cpu")
+    ]
+    assert {counts[0] for counts in ranks} <= {2, 3}
+    # In most ranks, no round from the third on needs a new buffer; in long runs of the tests, up to four of the eight
+    # needed one. Without MALLOC_TUNABLES, more than half of these ranks need 16; without `keep_freed_memory`, all need 24.
+    assert max(sum(counts[2:]) for counts in ranks) < 8

@@ -184,7 +184,8 @@ def test_a_gpu_for_every_rank_of_the_machine_or_for_none(name, num_gpus, chosen,
 @pytest.mark.parametrize("name", AS_PACKAGE)
 def test_ranks_learn_what_the_package_learns(name, world_size, run_script):
     found = losses(run_script(name, world_size))
-    assert found == pytest.approx(package_losses(name, world_size), abs=1e-5)
+    # levers.py computes in bf16: on a processor without bf16 instructions, the two were 1.2e-4 apart after six steps.
+    assert found == pytest.approx(package_losses(name, world_size), abs=1e-3 if name == "levers.py" else 1e-5)
     assert found[STEPS - 1] < found[0]  # and they do learn
 
 

@@ -128,7 +128,7 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
     assert [label for label in ON_CPU if not any(f" {label} " in line for line in lines)] == []
     content = json.loads((tmp_path / "table.json").read_text())
     assert content.keys() == {"device", "device_name", "finished", "versions", "rows"}
-    assert width_of(tmp_path / "table.png") == 2 * 9 * 110  # nine inches of 110 pixels, twice for sharp screens
+    assert width_of(tmp_path / "table.png") == 2 * 8 * 110  # eight inches of 110 pixels, twice for sharp screens
     rows = content["rows"]
     assert len(rows) == len(lines) - 1 == len(ON_CPU)
     assert [row["world_size"] for row in rows] == [1] + [2] * len(rows[1:])

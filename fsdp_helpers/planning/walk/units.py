@@ -207,7 +207,7 @@ class Shards:
         self.free_buffer(LAID_OUT, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield the shape of each parameter that has a gradient, without and with padding to equal shards."""
+        """Yield two shapes for each parameter that has a gradient: its own, and padded to equal shards."""
         for name in self.waiting(unit):
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)

@@ -12,10 +12,10 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's defaults; a bucket
 
 
 class WholeModel:
-    """A rank that keeps parameters and moments; gradients appear one by one, and DDP's buckets are always there.
+    """A rank that keeps all parameters and moments; gradients appear one by one, and DDP's buckets are always there.
 
     The buckets are as large as the gradients. With `bucket_view`, they are the gradients. If a parameter already has a
-    gradient, a new one counts as part of the activations until it's added, since the profile has it in flight.
+    gradient, a new one counts as part of the activations until it's added, because that's where the profile has it.
     """
 
     def __init__(

@@ -229,7 +229,7 @@ class SavedByReader:
 
 @exercise("13")
 def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)`, for only the trained adapter."""
+    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)` save and load only the trained adapter."""
     for name in ("save_adapters", "load_adapters"):
         read_module(module, name)
     expected = {name for name, own in two_adapters().named_parameters() if own.requires_grad}

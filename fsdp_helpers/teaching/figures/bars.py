@@ -121,7 +121,7 @@ def draw_held_in_peak(ax: Axes, rows: Sequence[LeverResult | ComparisonRow]) -> 
 
 
 def draw_times(ax: Axes, rows: Sequence[LeverResult | ComparisonRow]) -> None:
-    """Draw each row's step time as a bar, with its number."""
+    """Draw each row's step time as a bar, labeled with the time in ms."""
     times_ms = [1e3 * row.step_s for row in rows]
     ax.barh(range(len(rows)), times_ms, color=[STRATEGY_COLORS[row.strategy] for row in rows], height=0.7)
     for place, time_ms in enumerate(times_ms):

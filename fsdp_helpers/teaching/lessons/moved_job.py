@@ -1,6 +1,6 @@
-"""The code that notebook 14's training job shares between DDP and FSDP2, and a comparison of its checkpoints.
+"""The code that notebook 14's two jobs, DDP and FSDP2, share, and a comparison of their checkpoints.
 
-The two jobs themselves are cells of the notebook.
+The jobs themselves are cells of the notebook.
 """
 
 from collections.abc import Iterator

@@ -98,7 +98,7 @@ def as_text(seen: Seen) -> str:
 
 
 def in_words(numbers: Numbers) -> str:
-    """Return named numbers as text, to six digits."""
+    """Return named numbers as text, to six significant digits."""
     return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
 
 

@@ -1,19 +1,11 @@
 """Notebook 15's figures show what they are given."""
 
-import matplotlib.pyplot as plt
-import pytest
 from matplotlib.colors import to_hex
 
 from fsdp_helpers.planning.dimensions import pipeline_spans
 from fsdp_helpers.teaching.figures import dimension_plots
 from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.teaching.figures.style import OP_COLORS
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 def test_each_rank_has_what_lies_along_both_dimensions():

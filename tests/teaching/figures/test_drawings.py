@@ -1,4 +1,3 @@
-import matplotlib.pyplot as plt
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
@@ -15,13 +14,6 @@ DRAWINGS = {
     "draw_units": (["net", "first", "second"],),
     "draw_gathers": ({"as it is": ["gather 0", "compute 0"], "ahead": ["gather 0", "gather 1"]},),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

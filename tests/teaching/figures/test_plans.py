@@ -1,6 +1,5 @@
 """Figures of plans and errors."""
 
-import matplotlib.pyplot as plt
 import pytest
 
 from fsdp_helpers.measuring.prediction_errors import ErrorRow
@@ -10,12 +9,6 @@ from fsdp_helpers.teaching.figures import plans, titles
 from fsdp_helpers.teaching.figures.descriptions import describe
 
 SUBJECT = named_subject("vit-b16")
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 def planned(ranks: int, memory: float = 10e9):

@@ -4,7 +4,6 @@ import html
 import re
 from dataclasses import replace
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -98,13 +97,6 @@ FIGURES = {
     "plot_comparison": (ROWS,),
     "plot_copies": (step_trace(*PHASES), [COPY], ["blocks.0"]),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
 
 
 def drawn(fig: Figure) -> list[Axes]:
@@ -245,11 +237,6 @@ def test_figures_that_are_shown_have_both(shell):
     picture, folded = captured.outputs
     assert picture.metadata["image/png"]["alt"] == picture.data["text/plain"] == describe(fig)
     assert html.unescape(re.sub(r"<.*?>", "", folded.data["text/html"])) == f"In words{describe(fig)}"
-
-
-def test_steps_are_counted_from_one():
-    lines = plots.plot_step_losses({"ddp": [2.3, 2.0, 1.8]})[1].lines
-    assert [list(line.get_xdata()) for line in lines] == [[1, 2, 3]]
 
 
 def test_the_planned_band_contains_the_arithmetic_as_well_as_the_bytes():

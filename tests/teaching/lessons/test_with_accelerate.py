@@ -16,7 +16,7 @@ def test_without_accelerate_the_record_is_shown_and_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(with_accelerate, "launch", None)  # nothing is started
     answer = with_accelerate.ask_accelerate(KEPT)
-    assert answer["source"].startswith("saved output, ") and "not installed here" in answer["source"]
+    assert answer["source"].startswith("saved output, ") and "isn't installed here" in answer["source"]
     assert answer["model_is_a"] == "DistributedDataParallel" and not answer["plugin_in_use"]
 
 
