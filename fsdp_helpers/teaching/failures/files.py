@@ -187,7 +187,7 @@ FILES = (
             "`accelerate merge-weights FOLDER OUT`, or `python -m fsdp_helpers consolidate`. To continue training, "
             "use `dcp.load`."
         ),
-        messages=("IsADirectoryError: [Errno 21] Is a directory",),
+        messages=("IsADirectoryError",),
         behavior=(
             "how to load, merge or convert a sharded checkpoint, distcp files, into one model for inference",
             "the saved FSDP model has no pytorch_model.bin or model.safetensors",

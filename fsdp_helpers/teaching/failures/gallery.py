@@ -103,7 +103,11 @@ def without_frames(text: str) -> str:
 
 
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
-    """Run `worker`, and write all standard error, even C++'s, to this rank's path. This is a rank function, too."""
+    """Run `worker`, and write all standard error, even C++'s, to this rank's path. This is a rank function, too.
+
+    Its temporary files are next to that path, so that they're removed even if the rank is killed.
+    """
+    tempfile.tempdir = str(paths[rank].parent)
     with open(paths[rank], "wb") as file:
         os.dup2(file.fileno(), 2)
     return worker(rank, world_size)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -119,15 +118,13 @@ MORE_FILES = 30  # than are open already
 
 @contextmanager
 def few_files() -> Iterator[None]:
-    """Allow a few more open files, as `ulimit -n` does; then restore the limit, and the way that tensors are sent."""
+    """Allow a few more open files, as `ulimit -n` does, and restore the limit at the end."""
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    strategy = torch.multiprocessing.get_sharing_strategy()
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + MORE_FILES, most))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
-        torch.multiprocessing.set_sharing_strategy(strategy)
 
 
 def keep_batches() -> Numbers:
@@ -135,14 +132,15 @@ def keep_batches() -> Numbers:
     return {"batches": len(batches)}
 
 
-def send_file_descriptors(rank: int, world_size: int) -> Numbers:
+def keep_the_limit(rank: int, world_size: int) -> Numbers:
     with few_files():
         return keep_batches()
 
 
-def send_file_names(rank: int, world_size: int) -> Numbers:
+def raise_the_limit(rank: int, world_size: int) -> Numbers:
     with few_files():
-        torch.multiprocessing.set_sharing_strategy("file_system")
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # as `ulimit -n` does before the start
         return keep_batches()
 
 
@@ -336,8 +334,8 @@ LOADERS = (
                 "BlockingIOError: [Errno 11]",
             ),
         },
-        broken=send_file_descriptors,
-        fixed=send_file_names,
+        broken=keep_the_limit,
+        fixed=raise_the_limit,
         right=sixty_batches,
         says="Too many open files",
     ),

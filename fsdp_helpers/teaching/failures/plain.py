@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node 2 -m fsdp_helpers.teaching.failures.plain NAME SECONDS
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -59,7 +60,8 @@ def run_plainly(name: str, patience_s: float = PATIENCE_S) -> dict:
         script.write_text(SCRIPTS.get(name, ""))
         worker = [str(script)] if name in SCRIPTS else ["-m", MODULE, name, str(patience_s)]
         command = [*torchrun, "--log-dir", folder, *worker]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        variables = os.environ | {"TMPDIR": folder}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=variables)
     return what_matters(done.returncode, done.stderr)
 
 
