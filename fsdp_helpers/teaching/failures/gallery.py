@@ -38,6 +38,7 @@ from fsdp_helpers.teaching.failures.wrong_data import WRONG_DATA
 from fsdp_helpers.teaching.failures.wrong_start import WRONG_START
 
 NUM_RANKS = 2
+TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/[\w/.-]*tmp\w+")
 LIMIT_S = 240.0  # nothing here takes that long, even on a busy machine
 RUN = (
     *HANGS,
@@ -97,8 +98,8 @@ def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: flo
 
 
 def without_frames(text: str) -> str:
-    """Return an error message without colors, and without the stack frames that it may quote, as `dcp`'s errors do."""
-    text = re.sub(r"\x1b\[\d*m", "", text)
+    """Return an error message without colors, temporary folders, and the stack frames that `dcp`'s errors quote."""
+    text = TEMPORARY.sub("FOLDER", re.sub(r"\x1b\[\d*m", "", text))
     return re.sub(r'^ +File ".*\n(?: {4}.*\n?)*', "", text, flags=re.MULTILINE)
 
 

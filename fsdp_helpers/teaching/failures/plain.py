@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp_helpers.teaching.failures import gallery
 from fsdp_helpers.teaching.failures.crashes_at_the_ends import SCRIPT
-from fsdp_helpers.teaching.failures.gallery import LIMIT_S, NUM_RANKS
+from fsdp_helpers.teaching.failures.gallery import LIMIT_S, NUM_RANKS, TEMPORARY
 
 PATIENCE_S = 10  # the timeout of a collective, instead of half an hour
 MODULE = "fsdp_helpers.teaching.failures.plain"
@@ -74,6 +74,7 @@ def what_matters(status: int, printed: str) -> dict:
 
 def steady(line: str) -> str:
     """Return a line without anything that varies from run to run."""
+    line = TEMPORARY.sub("FOLDER", line)
     for pattern, instead in VARYING:
         line = re.sub(pattern, instead, line)
     return line.rstrip()[:MOST_OF_LINE]
