@@ -63,9 +63,10 @@ class Processes(AbstractContextManager):
         ours, theirs = ([[pipe[side] for pipe in own] for own in pipes] for side in (0, 1))
         self._links = [link for link, *_ in ours]
         self._outputs = {end: (rank, i) for rank, (_, *ends) in enumerate(ours) for i, end in enumerate(ends)}
+        environment = dict(os.environ)  # as it is now: while ranks are started, it has variables for the server
+        arguments = body, world_size, device, self.folder.name, environment, theirs
         try:
             with server.interrupts_wait(), server.ready_to_start(start_method):
-                arguments = body, world_size, device, self.folder.name, dict(os.environ), theirs
                 started = start_processes(run_rank, arguments, world_size, join=False, start_method=start_method)
                 self._processes = started.processes
         except BaseException:

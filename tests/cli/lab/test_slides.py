@@ -1,9 +1,6 @@
 """The slides: the cells that say so, each with its code, table or figure, and complete without a network."""
 
-import base64
-import math
 import re
-import struct
 from pathlib import Path
 
 import nbformat
@@ -67,18 +64,6 @@ def test_text_is_shown_without_its_folds():
     text = "## What you can now say\n\n- This.\n\n<details><summary>Answers</summary>No.</details>"
     ((heading, kind, said),) = shown(markdown(text, **SLIDE))
     assert (heading, kind, said.strip()) == ("What you can now say", "words", "This.")
-
-
-def text_sizes_px(section):
-    """Return the size of the smallest text in each of a slide's plots: as large as the slide's width and height allow.
-
-    A saved plot has 220 pixels per inch, and no text in it is smaller than the style's font size.
-    """
-    heading = section.find("h2")
-    room_px = 720 - 26 - 40 - (12 + 39 * math.ceil(len(heading.get_text()) / 58) if heading else 0)
-    for image in section.find_all("img", src=re.compile("^data:image/png")):
-        width, height = struct.unpack(">II", base64.b64decode(image["src"].partition(",")[2])[16:24])
-        yield style.STYLE["font.size"] / 72 * 220 * min(1180 / width, room_px / height)
 
 
 def test_no_text_of_a_figure_is_smaller_than_the_style_says():
