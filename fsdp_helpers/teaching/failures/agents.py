@@ -237,9 +237,13 @@ AGENTS = (
             "a leftover file of file:// initialization",
         ),
         quotes={
-            "torch before 2.2": (
+            "torch/distributed/distributed_c10d.py": (
                 "Timed out initializing process group in store based barrier on rank",
+            ),
+            "an older PyTorch": (
                 "Waiting in store based barrier to initialize process group for rank",
+                "worker_count=",
+                "the number of ranks is inconsistent with",
             ),
             "pytorch-lightning#6206": (
                 "initializing ddp: GLOBAL_RANK: 1, MEMBER: 2/4",
@@ -249,10 +253,6 @@ AGENTS = (
             "pytorch-lightning": (
                 "but the number of tasks per node configured in SLURM",
                 "does not match with the number of tasks",
-            ),
-            "torch": (
-                "worker_count=",
-                "the number of ranks is inconsistent with",
             ),
         },
         broken=wait_for_two_processes,
@@ -282,16 +282,18 @@ AGENTS = (
             "local_rank isn't passed to the script any more; torchrun and --local-rank; argparse",
         ),
         quotes={
-            "argparse": (
+            "a run on the CPU": (
                 "error: unrecognized arguments: --local_rank=0",
                 "the following arguments are required: --local_rank",
-            ),
-            "torchrun": ("failed (exitcode: 2) local_rank: 0",),
-            "torch.distributed.launch": ("please change it to read from `os.environ('LOCAL_RANK')` instead",),
-            "transformers": ("Some specified arguments are not used by the HfArgumentParser: ['--local",),
-            "torch": (
+                "failed (exitcode: 2) local_rank: 0",
                 "torch.distributed.launch is deprecated",
                 "The module torch.distributed.launch is deprecated",
+            ),
+            "an older PyTorch": (
+                "please change it to read from `os.environ('LOCAL_RANK')` instead",
+            ),
+            "transformers": (
+                "Some specified arguments are not used by the HfArgumentParser: ['--local",
             ),
         },
         broken=parse_local_rank,
@@ -324,17 +326,19 @@ AGENTS = (
             "received a SIGHUP, SIGINT or SIGTERM; the pod or job is deleted, preempted or canceled",
         ),
         quotes={
-            "torchrun": (
+            "a run on the CPU": (
                 "got signal: 15",
                 "got signal: 2",
+                "exit code 143",
+                "exit code -15",
+            ),
+            "torch/distributed/elastic/agent/server/api.py": (
                 "Received 1 death signal, shutting down workers",
                 "Received 15 death signal",
                 "Received Signals.SIGHUP death signal, shutting down workers",
                 "Received Signals.SIGTERM death signal",
                 "Received Signals.SIGINT death signal",
             ),
-            "Kubernetes": ("exit code 143",),
-            "torchrun, Docker, Slurm": ("exit code -15",),
         },
         broken=hang_up,
         fixed=hang_up_without_a_handler,
@@ -362,12 +366,12 @@ AGENTS = (
             "elastic: a node restarts or joins after the others have finished; max_restarts; the same rdzv_id",
         ),
         quotes={
+            "a run on the CPU": (
+                "RendezvousConnectionError",
+            ),
             "torch/distributed/elastic/rendezvous/api.py": (
                 "RendezvousGracefulExitError",
                 "RendezvousStateError",
-            ),
-            "torch/distributed/elastic": (
-                "RendezvousConnectionError",
                 "The rendezvous is closed",
             ),
         },
@@ -420,8 +424,8 @@ AGENTS = (
             "stuck at Loading extension module, after a killed or interrupted build",
         ),
         quotes={
-            "torch/utils/cpp_extension.py": ("as PyTorch extensions root",),
-            "torch, cpp_extension": (
+            "torch/utils/cpp_extension.py": (
+                "as PyTorch extensions root",
                 "Loading extension module",
                 "Detected CUDA files, patching ldflags",
                 "Emitting ninja build file",

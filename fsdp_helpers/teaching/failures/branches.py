@@ -272,16 +272,18 @@ BRANCHES = (
             "DDP fails in the second iteration or step",
         ),
         quotes={
-            "DDP, torch's reducer.cpp": (
+            "a run on the CPU": (
                 "Parameter indices which did not receive grad for rank",
                 "passing the keyword argument `find_unused_parameters=True`",
                 "making sure all `forward` function outputs participate in calculating loss",
                 "Parameters which did not receive grad for rank",
                 "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters",
-                "Since `find_unused_parameters=True` is enabled",
                 "this is not compatible with static_graph set to True",
                 "your training graph has changed in this iteration",
                 "unused parameter detection",
+            ),
+            "torch's reducer.cpp": (
+                "Since `find_unused_parameters=True` is enabled",
             ),
         },
         broken=leave_a_head_out,
@@ -319,7 +321,9 @@ BRANCHES = (
             "stochastic depth, early exit or layer skipping with FSDP",
         ),
         quotes={
-            "torch, FSDP1": ("Only some but not all ranks have a `None` `FlatParameter` gradient",),
+            "torch/distributed/fsdp/_flat_param.py": (
+                "Only some but not all ranks have a `None` `FlatParameter` gradient",
+            ),
         },
         broken=run_one_head_per_rank,
         fixed=run_both_heads,
@@ -349,21 +353,19 @@ BRANCHES = (
             "activation checkpointing outside FSDP, in the wrong order; checkpoint_wrapper",
         ),
         quotes={
-            "torch/utils/checkpoint.py": (
+            "a run on the CPU": (
                 "Recomputed values for the following tensors have different metadata",
                 "tensor at position",
                 "Number of tensors saved during forward",
                 "trying to save more tensors during recomputation than during the original forward pass",
-            ),
-            "torch, checkpoint": (
                 "torch.utils.checkpoint.CheckpointError",
                 "recomputed metadata",
-                "Unpack is being triggered for a tensor that was already unpacked once",
-                "Tensor cached during selective activation checkpoint has been mutated",
-            ),
-            "torch, autograd": (
                 "Trying to backward through the graph a second time",
                 "a second time (or directly access saved tensors after they have already been freed)",
+            ),
+            "torch/utils/checkpoint.py": (
+                "Unpack is being triggered for a tensor that was already unpacked once",
+                "Tensor cached during selective activation checkpoint has been mutated",
             ),
         },
         broken=branch_inside,

@@ -213,21 +213,18 @@ CRASHES = (
             "ranks are off by one collective; shapes of an all-reduce don't match between ranks",
         ),
         quotes={
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL": (
+            "a run on the CPU": (
                 "Detected mismatch between collectives on ranks",
                 "Collectives differ in the following aspects",
                 "is running collective: CollectiveFingerPrint",
-            ),
-            "gloo, pair.cc": ("op.preamble.length <= op.nbytes",),
-            "gloo": (
-                "Invalid bytes received",
-                "what():  [enforce fail at",
-                "gloo::EnforceNotMet",
-            ),
-            "NCCL": ("Message truncated : received",),
-            "torch, DETAIL": (
                 "CollectiveFingerPrint",
                 "Tensor Tensor shapes",
+            ),
+            "an older gloo": (
+                "Invalid bytes received",
+            ),
+            "NCCL": (
+                "Message truncated : received",
             ),
         },
         broken=skip_bad_loss,
@@ -262,35 +259,41 @@ CRASHES = (
             ),
         ),
         quotes={
-            "FSDP1: an embedding whose unit isn't gathered; pytorch#100069": ("'weight' must be 2-D",),
-            "FSDP1, a convolution": ("weight should have at least three dimensions",),
-            "FSDP1, freed storage": (
-                "The tensor has a non-zero number of elements, but its data is not allocated yet",
+            "a run on the CPU": (
+                "'weight' must be 2-D",
+                "weight should have at least three dimensions",
                 "are out of bounds for storage of size 0",
                 "setStorage: sizes",
                 "mat2 must be a matrix, got 1-D tensor",
-                "2D tensors expected, but got",
                 "is invalid for input of size",
-                "which has 0 elements",
                 "a Tensor with 0 elements",
                 "weight should have at least",
-                "expected weight to be at least",
-                "tensor should have ND shape but has 1D shape",
                 "running_mean should contain",
-            ),
-            "torch, DTensor": (
-                "aten.embedding.default: got mixed torch.Tensor and DTensor",
                 "need to convert all torch.Tensor to DTensor before calling distributed operators",
                 "got mixed torch.Tensor and DTensor",
-            ),
-            "torch, freed storage": (
-                "storage has wrong byte size",
                 "size mismatch, got input",
-            ),
-            "torch": (
                 "self must be a matrix",
                 "mat1 and mat2 shapes cannot be multiplied",
+            ),
+            "torch's TensorImpl.h": (
+                "The tensor has a non-zero number of elements, but its data is not allocated yet",
                 "The tensor has a non-zero number of elements",
+            ),
+            "torch's LinearAlgebra.cpp": (
+                "2D tensors expected, but got",
+            ),
+            "torch/nn/functional.py": (
+                "which has 0 elements",
+            ),
+            "torch's Convolution.cpp": (
+                "expected weight to be at least",
+            ),
+            "torch's serialization.cpp": (
+                "storage has wrong byte size",
+            ),
+            "an older PyTorch": (
+                "tensor should have ND shape but has 1D shape",
+                "aten.embedding.default: got mixed torch.Tensor and DTensor",
             ),
         },
         broken=call_part_of_a_unit,
@@ -315,13 +318,17 @@ CRASHES = (
             "a parameter is reused by two modules",
         ),
         quotes={
-            "FSDP1, the same model": ("size mismatch, got input",),
-            "torch, FSDP2": ("For shared/tied parameters, use",),
+            "a run on the CPU": (
+                "size mismatch, got input",
+            ),
+            "torch/distributed/fsdp/_fully_shard/_fsdp_state.py": (
+                "For shared/tied parameters, use",
+                "managed by another FSDP group",
+            ),
             "accelerate": (
                 "This is likely due to tied embeddings",
                 "Parameters missing after FSDP2 wrapping",
             ),
-            "torch": ("managed by another FSDP group",),
         },
         broken=tied_in_two_units,
         fixed=tied_in_one_unit,
@@ -344,7 +351,9 @@ CRASHES = (
         messages=("does not support containers that do not implement forward",),
         behavior=("fully_shard of a ModuleList, ModuleDict or of model.layers fails",),
         quotes={
-            "torch, FSDP1": ("FSDP will not all-gather parameters for containers that do not implement forward",),
+            "a run on the CPU": (
+                "FSDP will not all-gather parameters for containers that do not implement forward",
+            ),
         },
         broken=shard_the_list,
         fixed=shard_the_blocks,
@@ -370,7 +379,9 @@ CRASHES = (
             "use_orig_params must be True for LoRA, freezing or several parameter groups",
         ),
         quotes={
-            "torch, FSDP1, before 2.1": ("`FlatParameter` requires uniform `requires_grad`",),
+            "an older PyTorch": (
+                "`FlatParameter` requires uniform `requires_grad`",
+            ),
             "fairscale": (
                 "expects all parameters in the same parameter group of the module to have same requires_grad",
             ),

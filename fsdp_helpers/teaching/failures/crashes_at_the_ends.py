@@ -213,41 +213,43 @@ CRASHES_AT_THE_ENDS = (
             "a CPU or a single-GPU run of a distributed script fails; how to run without distributed",
         ),
         quotes={
-            "torch/distributed/distributed_c10d.py": ("Default process group has not been initialized",),
-            "torch, rendezvous": (
+            "a run on the CPU": (
+                "Default process group has not been initialized",
                 "Error initializing torch.distributed using env:// rendezvous",
                 "environment variable WORLD_SIZE expected, but not set",
                 "environment variable MASTER_ADDR expected, but not set",
                 "environment variable MASTER_PORT expected, but not set",
-            ),
-            "Python, os.environ": (
                 "KeyError: 'LOCAL_RANK'",
                 "KeyError: 'RANK'",
                 "KeyError: 'WORLD_SIZE'",
                 "KeyError: 'MASTER_ADDR'",
                 "KeyError: 'SLURM_PROCID'",
                 "KeyError: 'LOCAL_WORLD_SIZE'",
+                "please make sure to call init_process_group",
+                "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is 1",
+                "offload_to_cpu=True and NO_SHARD is not supported yet",
+                "Invalid process group specified",
+                "error: the following arguments are required: training_script",
+            ),
+            "torch/distributed/distributed_c10d.py": (
+                "LOCAL_RANK is not in the environment",
+            ),
+            "torch/distributed/device_mesh.py": (
+                "DeviceMesh process groups not initialized",
+            ),
+            "torch/distributed/fsdp/_state_dict_utils.py": (
+                "can only be used when parameters are flatten and sharded",
             ),
             "transformers, accelerate": (
                 "Using fsdp only works in distributed training",
                 "Using FSDP is only possible in distributed training",
             ),
-            "pytorch": (
-                "please make sure to call init_process_group",
+            "an older PyTorch": (
                 "Default process group is not initialized",
             ),
-            "torch, FSDP1": (
-                "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is 1",
+            "transformers": (
+                "local_rank == -1",
             ),
-            "torch": (
-                "LOCAL_RANK is not in the environment",
-                "DeviceMesh process groups not initialized",
-                "can only be used when parameters are flatten and sharded",
-                "offload_to_cpu=True and NO_SHARD is not supported yet",
-                "Invalid process group specified",
-            ),
-            "transformers": ("local_rank == -1",),
-            "torchrun": ("error: the following arguments are required: training_script",),
         },
         broken=start_with_python,
         fixed=start_with_torchrun,
@@ -277,7 +279,7 @@ CRASHES_AT_THE_ENDS = (
             ),
         ),
         quotes={
-            "Python, multiprocessing": (
+            "a run on the CPU": (
                 "freeze_support()",
                 "if __name__ == '__main__':",
             ),
@@ -311,16 +313,20 @@ CRASHES_AT_THE_ENDS = (
             "rank 0 ends or crashes first, and all other ranks complain about the store",
         ),
         quotes={
-            "torch's TCPStore": (
-                "recvValue failed on SocketImpl",
+            "a run on the CPU": (
                 "Broken pipe",
                 "failed to recv, got 0 bytes",
                 "Connection was likely closed. Did the remote server shutdown or crash?",
                 "sendBytes failed on SocketImpl",
-                'Failed to check the "should dump" flag on TCPStore',
+                "ConnectionResetError: [Errno 104] Connection reset by peer",
+                "BrokenPipeError: [Errno 32] Broken pipe",
+                "ConnectionRefusedError: [Errno 111] Connection refused",
+            ),
+            "torch's Exceptions": (
                 "torch.distributed.DistBackendError",
+            ),
+            "torch's TCPStore.cpp": (
                 "Stop_waiting response is expected",
-                "Interrupted system call",
                 "Connection closed by remote peer",
                 "ECONNRESET",
             ),
@@ -329,6 +335,17 @@ CRASHES_AT_THE_ENDS = (
                     "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
                     "prematurely"
                 ),
+                "ncclRemoteError",
+            ),
+            "torch's ProcessGroupNCCL.cpp": (
+                "This may indicate a possible application crash on rank 0 or a network set up issue",
+                "NCCL communicator was aborted",
+                "Failed to get timeout rank ID from TCPStore",
+            ),
+            "an older PyTorch": (
+                "recvValue failed on SocketImpl",
+                'Failed to check the "should dump" flag on TCPStore',
+                "Interrupted system call",
             ),
             "NCCL": (
                 "socketProgressOpt: Call to recv from",
@@ -336,19 +353,6 @@ CRASHES_AT_THE_ENDS = (
                 "socketProgress: Connection closed by remote peer",
                 "remote process exited or there was a network error",
                 "NCCL error: remote process exited",
-            ),
-            "torch, ProcessGroupNCCL.cpp": (
-                "This may indicate a possible application crash on rank 0 or a network set up issue",
-            ),
-            "Python": (
-                "ConnectionResetError: [Errno 104] Connection reset by peer",
-                "BrokenPipeError: [Errno 32] Broken pipe",
-                "ConnectionRefusedError: [Errno 111] Connection refused",
-            ),
-            "torch, NCCL": (
-                "NCCL communicator was aborted",
-                "Failed to get timeout rank ID from TCPStore",
-                "ncclRemoteError",
             ),
         },
         broken=end_early,
@@ -386,20 +390,26 @@ CRASHES_AT_THE_ENDS = (
             ),
         ),
         quotes={
-            "torch's socket.cpp": (
-                "errno: 98 - Address already in use",
+            "a run on the CPU": (
                 "EADDRINUSE, message: address already in use",
-                "The server socket has failed to bind to",
                 "port: 29500, useIpv6",
-                "EADDRINUSE (address already in use)",
                 "code: -98, name: EADDRINUSE",
+                "OSError: [Errno 98] Address already in use",
+            ),
+            "torch's socket.cpp": (
+                "The server socket has failed to bind to",
+            ),
+            "torch/distributed/elastic/rendezvous/dynamic_rendezvous.py": (
+                "has failed to shutdown the rendezvous",
+            ),
+            "an older PyTorch": (
+                "errno: 98 - Address already in use",
+                "EADDRINUSE (address already in use)",
             ),
             "accelerate": (
                 "Tried to launch distributed communication on port",
                 "but another process is utilizing it",
             ),
-            "Python": ("OSError: [Errno 98] Address already in use",),
-            "torchrun, a second job at the same endpoint": ("has failed to shutdown the rendezvous",),
         },
         broken=meet_at_a_fixed_port,
         fixed=meet_at_a_free_port,
@@ -437,7 +447,7 @@ CRASHES_AT_THE_ENDS = (
             "it fails at once and says nothing useful; main.py FAILED, train.py FAILED",
         ),
         quotes={
-            "torchrun": (
+            "a run on the CPU": (
                 "closing signal SIGTERM",
                 "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: 1) local_rank: 0",
                 "failed (exitcode: 1) local_rank: 0 (pid: 4242) of binary",
@@ -447,19 +457,23 @@ CRASHES_AT_THE_ENDS = (
                 "returned non-zero exit status 1",
                 "exitcode  : -15",
                 "exitcode  : 1 (pid",
-                "no error file defined for parent",
                 "<NO_OTHER_FAILURES>",
                 "Signal 15 (SIGTERM)",
-                "raise ChildFailedError",
                 "failed (exitcode: -15)",
-            ),
-            "torch/multiprocessing/spawn.py": (
                 "terminated with the following error",
                 "ProcessExitedException",
                 "terminated with signal",
+                "subprocess.CalledProcessError: Command",
             ),
-            "torch.distributed.launch": ("subprocess.CalledProcessError: Command",),
-            "accelerate": ("raise subprocess.CalledProcessError",),
+            "torch/distributed/elastic/multiprocessing/errors/error_handler.py": (
+                "no error file defined for parent",
+            ),
+            "torch/distributed/launcher/api.py": (
+                "raise ChildFailedError",
+            ),
+            "accelerate": (
+                "raise subprocess.CalledProcessError",
+            ),
         },
         broken=run_without_record,
         fixed=run_with_record,
@@ -498,40 +512,49 @@ CRASHES_AT_THE_ENDS = (
             "stale MASTER_ADDR, MASTER_PORT or WORLD_SIZE from an earlier job or a scheduler",
         ),
         quotes={
-            "torch's socket.cpp": (
-                "The hostname of the client socket cannot be retrieved",
-                "The client socket has failed to connect to",
-                "The client socket has timed out after 60s while trying to connect to",
+            "a run on the CPU": (
                 "The IPv6 network addresses of",
                 "cannot be retrieved (gai error: -2 - Name or service not known)",
-                "Temporary failure in name resolution",
                 "failed to connect/validate to host",
-            ),
-            "torch/distributed/elastic/rendezvous/api.py": ("RendezvousTimeoutError",),
-            "torch's TCPStore": (
-                "The server socket on",
-                "is not yet listening",
+                "RendezvousTimeoutError",
                 "DistNetworkError",
                 "DistStoreError",
-                "failed to connect to TCPStore",
                 "Timed out after 61 seconds waiting for clients",
-            ),
-            "torch/distributed/elastic": (
                 "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
                 (
                     "RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for "
                     "details"
                 ),
+                "gai error: -2",
+                "Name or service not known",
+                "The client socket has timed out after 60000ms while trying to connect to",
+            ),
+            "torch's socket.cpp": (
+                "The hostname of the client socket cannot be retrieved",
+                "The client socket has failed to connect to",
+                "gai error: -3",
+            ),
+            "torch's TCPStore.cpp": (
+                "The server socket on",
+                "is not yet listening",
+            ),
+            "torch/distributed/elastic/rendezvous/utils.py": (
                 "The hostname of the rendezvous endpoint",
+            ),
+            "torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py": (
                 "endpoint is absent in RendezvousParameters",
                 "rank is absent in RendezvousParameters",
                 "Port is absent in endpoint",
             ),
-            "accelerate": ("but `MASTER_ADDR` env was not set",),
-            "torch, socket.cpp": (
-                "gai error: -3",
-                "gai error: -2",
-                "Name or service not known",
+            "an older PyTorch": (
+                "The client socket has timed out after 60s while trying to connect to",
+                "failed to connect to TCPStore",
+            ),
+            "the C library": (
+                "Temporary failure in name resolution",
+            ),
+            "accelerate": (
+                "but `MASTER_ADDR` env was not set",
             ),
         },
         broken=meet_where_no_one_is,
@@ -564,10 +587,8 @@ CRASHES_AT_THE_ENDS = (
             ),
         ),
         quotes={
-            "Python, pickle": (
-                "Can't pickle local object",
+            "a run on the CPU": (
                 "cannot pickle",
-                "AttributeError: Can't pickle local object",
                 "EOFError: Ran out of input",
                 "can't pickle",
                 "PicklingError",
@@ -575,9 +596,17 @@ CRASHES_AT_THE_ENDS = (
                 "_pickle.PicklingError: Can't pickle",
                 "cannot pickle 'generator' object",
                 "cannot pickle '_thread.lock' object",
+            ),
+            "Python 3.11": (
+                "Can't pickle local object",
+                "AttributeError: Can't pickle local object",
+            ),
+            "Python 3.12": (
                 "Can't get local object",
             ),
-            "accelerate, Lightning": ("is not compatible with an interactive environment",),
+            "accelerate, Lightning": (
+                "is not compatible with an interactive environment",
+            ),
         },
         broken=spawn_from_a_cell,
         fixed=spawn_from_a_module,

@@ -159,12 +159,18 @@ FILES = (
             "copy_ between a tensor and a DTensor; broadcast_from_rank0",
         ),
         quotes={
-            "pytorch PR #129635": (
-                "aten.copy_.default: got mixed torch.Tensor and DTensor",
+            "a run on the CPU": (
+                "Size mismatch between saved",
+            ),
+            "torch's MetaFallbackKernel.cpp": (
                 "attempted to run this operator with Meta tensors",
             ),
-            "torch/distributed/checkpoint": ("Size mismatch between saved",),
-            "torch, FSDP1": ("is in the state_dict but the state_dict only has",),
+            "torch/distributed/fsdp/_state_dict_utils.py": (
+                "is in the state_dict but the state_dict only has",
+            ),
+            "an older PyTorch": (
+                "aten.copy_.default: got mixed torch.Tensor and DTensor",
+            ),
         },
         broken=load_into_shards,
         fixed=load_and_shard,
@@ -195,14 +201,14 @@ FILES = (
             "resume or inference from a sharded checkpoint; merge shards; zero_to_fp32",
         ),
         quotes={
+            "a run on the CPU": (
+                ".metadata'",
+                "CheckpointException ranks:dict_keys",
+            ),
             "transformers": (
                 "Error no file named pytorch_model.bin",
                 "Can't find a valid checkpoint at",
                 "no file named model.safetensors",
-            ),
-            "torch/distributed/checkpoint": (
-                ".metadata'",
-                "CheckpointException ranks:dict_keys",
             ),
             "transformers, accelerate": (
                 "pytorch_model_fsdp",
@@ -237,8 +243,10 @@ FILES = (
             "torch.load fails after upgrading to 2.6; weights_only=True; numpy or argparse objects in the checkpoint",
         ),
         quotes={
-            "torch/_weights_only_unpickler.py": ("Unsupported global: GLOBAL",),
-            "torch": ("WeightsUnpickler error",),
+            "a run on the CPU": (
+                "Unsupported global: GLOBAL",
+                "WeightsUnpickler error",
+            ),
         },
         broken=load_unknown_classes,
         fixed=load_classes_that_we_trust,
@@ -268,7 +276,9 @@ FILES = (
             "safetensors and tied weights; lm_head.weight and embed_tokens.weight share memory",
         ),
         quotes={
-            "safetensors": ("The weights trying to be saved contained shared tensors",),
+            "transformers": (
+                "The weights trying to be saved contained shared tensors",
+            ),
         },
         broken=save_both_names,
         fixed=save_one_name,
@@ -302,7 +312,9 @@ FILES = (
             "the best model or checkpoint can't be found on node 1",
         ),
         quotes={
-            "Python": ("OSError: [Errno 116] Stale file handle",),
+            "a run on the CPU": (
+                "OSError: [Errno 116] Stale file handle",
+            ),
             "transformers": (
                 "you should activate `--save_on_each_node`",
                 "Could not locate the best model at",

@@ -195,8 +195,12 @@ GROUPS = (
             "init_process_group twice: in the script and in the Trainer, Accelerator, Lightning or a notebook cell",
         ),
         quotes={
-            "accelerate": ("AcceleratorState has already been initialized and cannot be changed",),
-            "torch": ("The specified group name has already been created",),
+            "torch/distributed/distributed_c10d.py": (
+                "The specified group name has already been created",
+            ),
+            "accelerate": (
+                "AcceleratorState has already been initialized and cannot be changed",
+            ),
         },
         broken=start_again,
         fixed=start_if_needed,
@@ -223,22 +227,28 @@ GROUPS = (
             "hybrid sharding wants a 2-D mesh",
         ),
         quotes={
+            "a run on the CPU": (
+                "Cannot slice a DeviceMesh without mesh_dim_names",
+                "Invalid mesh_dim_name",
+                "Valid mesh_dim_names are",
+                "expects a 1D or 2D DeviceMesh",
+                "Expected device_mesh to have ndim=2 but got",
+                "Please init the 2D mesh for HSDP with mesh_dim_names specified",
+                "should be less or equal to the world size",
+            ),
             "torchtitan": (
                 "Invalid parallel dims: dp_replicate",
                 "WORLD_SIZE(8)",
             ),
-            "torch, device mesh": (
-                "Cannot slice a DeviceMesh without mesh_dim_names",
-                "Invalid mesh_dim_name",
-                "Valid mesh_dim_names are",
+            "torch/distributed/device_mesh.py": (
                 "Available mesh dimensions are",
-                "expects a 1D or 2D DeviceMesh",
-                "Expected device_mesh to have ndim=2 but got",
-                "Please init the 2D mesh for HSDP with mesh_dim_names specified",
-                "must be divisible by 'group_size",
-                "should be less or equal to the world size",
             ),
-            "accelerate": ("does not match num_processes",),
+            "torch/distributed/distributed_c10d.py": (
+                "must be divisible by 'group_size",
+            ),
+            "accelerate": (
+                "does not match num_processes",
+            ),
         },
         broken=mesh_for_eight,
         fixed=mesh_for_all,
@@ -266,9 +276,13 @@ GROUPS = (
             "broadcast, scatter, send or recv in a sub-group with the wrong src; tensor-parallel or node-local groups",
         ),
         quotes={
-            "torch": (
-                "was not included in process group",
+            "a run on the CPU": (
                 "which does not belong to the given group",
+            ),
+            "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": (
+                "was not included in process group",
+            ),
+            "torch/distributed/distributed_c10d.py": (
                 "is not part of the group",
             ),
         },
@@ -308,7 +322,7 @@ GROUPS = (
             "ranks loaded different checkpoints or versions",
         ),
         quotes={
-            "torch, DDP, reducer.cpp": (
+            "torch's reducer.cpp": (
                 "appears not to match sizes of the same param in process 0",
                 "appears not to match strides of the same param in process 0",
             ),
@@ -341,16 +355,24 @@ GROUPS = (
             "outputs are garbled after all_gather because shapes or dtypes differ between ranks",
         ),
         quotes={
-            "torch, c10d": (
-                "output tensor size must be equal to world_size times input tensor size",
-                "All tensor operands to scatter/gather must have the same number of elements",
-                "Tensors must be contiguous",
+            "a run on the CPU": (
                 "invalid tensor size at index",
-                "tensor list operands to scatter/gather must have the same size as process group",
+            ),
+            "torch's ProcessGroupNCCL.cpp": (
+                "output tensor size must be equal to world_size times input tensor size",
+            ),
+            "torch's c10d": (
+                "Tensors must be contiguous",
                 "must be contiguous",
                 "must have the same number of elements",
-                "wrong size output",
+            ),
+            "torch/distributed/distributed_c10d.py": (
                 "Invalid usage of tensors with different dtypes",
+            ),
+            "an older PyTorch": (
+                "All tensor operands to scatter/gather must have the same number of elements",
+                "tensor list operands to scatter/gather must have the same size as process group",
+                "wrong size output",
                 "expected to have size equal to first tensor",
             ),
             "accelerate": (
@@ -382,15 +404,19 @@ GROUPS = (
         messages=("Invariant encountered: value was None when it should not be",),
         behavior=("fully_shard or FSDP is applied twice to the same module; nested wrapping; a cell that ran twice",),
         quotes={
-            "torch/distributed/fsdp/_fully_shard": (
-                "FSDP requires the DP and model parallel TP/EP mesh to be not None but got",
-            ),
-            "torch, FSDP2": ("FSDP requires the DP and TP mesh to have the same parent mesh but got",),
-            "torch/distributed/fsdp/wrap.py": ("is already wrapped by",),
-            "torch": (
+            "a run on the CPU": (
                 "can only be applied to a module once",
                 "FSDP auto wrapping requires modules to not already have FSDP applied",
                 "already managed by `fully_shard`",
+            ),
+            "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": (
+                "FSDP requires the DP and model parallel TP/EP mesh to be not None but got",
+            ),
+            "torch/distributed/fsdp/wrap.py": (
+                "is already wrapped by",
+            ),
+            "an older PyTorch": (
+                "FSDP requires the DP and TP mesh to have the same parent mesh but got",
             ),
         },
         broken=shard_each_module,
@@ -424,9 +450,15 @@ GROUPS = (
             ),
         ),
         quotes={
-            "pytorch PR #134551": ("DTensor does not support cross-mesh operation yet",),
-            "pytorch PR #153268": ("Could not run pointwise computation across different mesh",),
-            "torch, DTensor": ("aten._foreach_mul_.Scalar",),
+            "an older PyTorch; pytorch PR #134551": (
+                "DTensor does not support cross-mesh operation yet",
+            ),
+            "an older PyTorch; pytorch PR #153268": (
+                "Could not run pointwise computation across different mesh",
+            ),
+            "an older PyTorch": (
+                "aten._foreach_mul_.Scalar",
+            ),
         },
         broken=clip_all_at_once,
         fixed=clip_mesh_by_mesh,

@@ -357,11 +357,13 @@ HANGS = (
             "an all-reduce on one rank is matched with a broadcast or all-gather on a different one",
         ),
         quotes={
-            "torch, FSDP1, _exec_order_utils.py": (
+            "torch/distributed/fsdp/_exec_order_utils.py": (
                 "is all-gathering parameters for",
                 "Forward order differs from that of the first iteration",
             ),
-            "torch, ProcessGroupNCCL.cpp": ("the order of collectives is not same for all ranks",),
+            "torch's ProcessGroupNCCL.cpp": (
+                "the order of collectives is not same for all ranks",
+            ),
         },
         broken=log_in_own_order,
         fixed=log_in_sorted_order,
@@ -431,23 +433,29 @@ HANGS = (
             "crashes exactly 10 minutes, 30 minutes or 1800 seconds after the start of evaluation or preprocessing",
         ),
         quotes={
-            "torch's TCPStore": (
+            "a run on the CPU": (
                 "wait timeout after 1800000ms",
                 "wait timeout after 600000ms, keys",
-                "Socket Timeout",
                 "timed out after 300000ms",
+                "failed to pass monitoredBarrier in",
+            ),
+            "torch's TCPStore.cpp": (
+                "Socket Timeout",
+            ),
+            "torch's ProcessGroupNCCL.cpp": (
                 "store->get('0') got error",
-                "Timed out waiting for key",
+                "is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store",
+                "Timeout(ms)=1800000",
+            ),
+            "torch/distributed/elastic/utils/distributed.py": (
                 "timed out waiting for all",
             ),
-            "torch, ProcessGroupNCCL.cpp": (
-                "is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store",
-            ),
-            "torch, ProcessGroupGloo.cpp": (
-                "failed to pass monitoredBarrier in",
+            "torch's ProcessGroupGloo.cpp": (
                 "timed out in monitoredBarrier after",
             ),
-            "torch, NCCL": ("Timeout(ms)=1800000",),
+            "an older PyTorch": (
+                "Timed out waiting for key",
+            ),
         },
         broken=wait_without_a_name,
         fixed=wait_with_a_name,

@@ -250,15 +250,17 @@ LOADERS = (
             "collate_fn fails: tensors of different size in a batch",
         ),
         quotes={
-            "torch/utils/data/dataloader.py": ("exited unexpectedly",),
-            "torch/utils/data": (
+            "a run on the CPU": (
+                "exited unexpectedly",
                 "is killed by signal: Killed",
                 "is killed by signal: Aborted",
                 "is killed by signal: Terminated",
                 "is killed by signal: Segmentation fault",
                 "stack expects each tensor to be equal size",
-                "Pin memory thread exited unexpectedly",
                 "each element in list of batch should be of equal size",
+            ),
+            "torch/utils/data/dataloader.py": (
+                "Pin memory thread exited unexpectedly",
             ),
         },
         broken=read_a_damaged_image,
@@ -325,7 +327,7 @@ LOADERS = (
             "[Errno 24]; ulimit -n; num_workers × ranks",
         ),
         quotes={
-            "Python": (
+            "a run on the CPU": (
                 "received 0 items of ancdata",
                 "unable to open shared memory object",
                 "Resource temporarily unavailable",
@@ -368,8 +370,10 @@ LOADERS = (
             "CPU memory keeps increasing for hours or days, until the OOM killer comes",
         ),
         quotes={
-            "Python": ("OSError: [Errno 12] Cannot allocate memory",),
-            "torch/utils/data": ("is killed by signal: Killed",),
+            "a run on the CPU": (
+                "OSError: [Errno 12] Cannot allocate memory",
+                "is killed by signal: Killed",
+            ),
         },
         broken=keep_a_list,
         fixed=keep_an_array,

@@ -262,11 +262,13 @@ LOADING = (
             "a model saved under FSDP can't be loaded by from_pretrained",
         ),
         quotes={
-            "torch, nn.Module": (
+            "a run on the CPU": (
                 "torch.Size([0]) from checkpoint",
                 "shape torch.Size([0])",
             ),
-            "transformers": ("ignore_mismatched_sizes=True",),
+            "transformers": (
+                "ignore_mismatched_sizes=True",
+            ),
         },
         broken=write_own_shards,
         fixed=write_full_tensors,
@@ -309,24 +311,26 @@ LOADING = (
             "CPU RAM usage multiplied by the number of processes",
         ),
         quotes={
-            "torchrun": (
+            "a run on the CPU": (
                 "failed (exitcode: -9) local_rank: 0 (pid: 4242) of binary",
                 "Signal 9 (SIGKILL) received by PID",
                 "failed (exitcode: -9)",
                 "Signal 9 (SIGKILL)",
                 "exitcode  : -9",
                 "died with <Signals.SIGKILL: 9>",
+                "exit code 137",
+                "Exit Code: 137",
+                "exit code -9",
             ),
-            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+            "torch's CUDACachingAllocator.cpp": (
+                "CUDA out of memory. Tried to allocate",
+            ),
             "Kubernetes, Docker, the kernel": (
                 "OOMKilled",
-                "exit code 137",
                 "Out of memory: Killed process",
-                "Exit Code: 137",
                 "OutOfMemoryError: Task was killed",
                 "oom-killer",
             ),
-            "torchrun, Docker, Slurm": ("exit code -9",),
         },
         broken=read_on_every_rank,
         fixed=read_on_rank_0,
@@ -372,13 +376,15 @@ LOADING = (
             "resuming starts from an untrained model; the checkpoint was ignored",
         ),
         quotes={
+            "a run on the CPU": (
+                "_IncompatibleKeys(missing_keys=",
+            ),
+            "torch/distributed/fsdp/_state_dict_utils.py": (
+                "Did not find param with FQN",
+            ),
             "transformers": (
                 "were not initialized from the model checkpoint",
                 "Some weights of the model checkpoint",
-            ),
-            "torch": (
-                "_IncompatibleKeys(missing_keys=",
-                "Did not find param with FQN",
             ),
         },
         broken=load_what_fits,
@@ -427,24 +433,28 @@ LOADING = (
             "missing keys in the checkpoint leave parameters on the meta device",
         ),
         quotes={
-            "torch/_meta_registrations.py and its kin": ("is not on the expected device meta",),
-            "torch/distributed/fsdp/_fully_shard": (
+            "a run on the CPU": (
+                "is not on the expected device meta",
                 "FSDP parameters should be materialized from meta device before training",
-            ),
-            "torch, meta": (
                 "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty()",
                 "Tensor on device cpu is not on the expected device meta",
-                "Tensor on device meta is not on the expected device cuda:0",
                 "Tensor.item() cannot be called on meta tensors",
-                "c10d::broadcast_: attempted to run this operator with Meta tensors",
                 "Cannot copy out of meta tensor",
                 "Unable to call `reset_parameters()` for module on meta device",
+            ),
+            "torch/_prims_common/__init__.py": (
+                "Tensor on device meta is not on the expected device cuda:0",
+            ),
+            "an older PyTorch": (
+                "c10d::broadcast_: attempted to run this operator with Meta tensors",
             ),
             "accelerate, transformers": (
                 "is on the meta device, we need a `value` to put in on",
                 "You can't move a model that has some modules offloaded to cpu or disk",
             ),
-            "accelerate": ("some parameters are on the meta device",),
+            "accelerate": (
+                "some parameters are on the meta device",
+            ),
         },
         broken=move_from_meta,
         fixed=allocate_then_load,
@@ -488,11 +498,9 @@ LOADING = (
             "a parameter that isn't contiguous, or a dimension that can't be divided among the ranks",
         ),
         quotes={
-            "torch, FSDP1 and FSDP2": (
+            "a run on the CPU": (
                 "doesn't support scalar parameters",
                 "to a 1D tensor with numel equal to 1",
-            ),
-            "torch, FSDP2": (
                 "FSDP does not support non-contiguous parameters yet",
                 "FSDP does not support uneven sharding on dim",
             ),

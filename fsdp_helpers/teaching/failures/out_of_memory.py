@@ -183,7 +183,9 @@ MEMORY = (
             "why does FSDP use the same memory on 2, 4 and 8 GPUs",
         ),
         quotes={
-            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+            "torch's CUDACachingAllocator.cpp": (
+                "CUDA out of memory. Tried to allocate",
+            ),
         },
         broken=shard_the_root_alone,
         fixed=shard_each_layer,
@@ -230,7 +232,9 @@ MEMORY = (
             "gradient accumulation needs more memory with FSDP than without",
         ),
         quotes={
-            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+            "torch's CUDACachingAllocator.cpp": (
+                "CUDA out of memory. Tried to allocate",
+            ),
         },
         broken=hold_back_reduction,
         fixed=reduce_each_micro_batch,
@@ -266,9 +270,15 @@ MEMORY = (
             "OOM in save_pretrained or save_model after LoRA or full training that went well; save the adapters alone",
         ),
         quotes={
-            "torch/distributed/fsdp/_state_dict_utils.py": ("Failed to clone() tensor with name",),
-            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
-            "pytorch": ("1EB memory",),
+            "torch/distributed/fsdp/_state_dict_utils.py": (
+                "Failed to clone() tensor with name",
+            ),
+            "torch's CUDACachingAllocator.cpp": (
+                "CUDA out of memory. Tried to allocate",
+            ),
+            "an older PyTorch": (
+                "1EB memory",
+            ),
         },
         broken=full_state_everywhere,
         fixed=sharded_state,
@@ -306,19 +316,25 @@ MEMORY = (
         quotes={
             "torch's CUDACachingAllocator.cpp": (
                 "CUDA out of memory. Tried to allocate",
-                "torch.OutOfMemoryError",
-                "torch.cuda.OutOfMemoryError",
                 "total capacity",
-            ),
-            "torch, CUDABlas.cpp": (
-                "CUBLAS_STATUS_ALLOC_FAILED",
-                "CUDNN_STATUS_ALLOC_FAILED",
-                "CUDA error: out of memory",
-            ),
-            "torch": (
                 "CUDA out of memory",
+            ),
+            "torch's Exceptions": (
+                "torch.OutOfMemoryError",
                 "OutOfMemoryError",
+            ),
+            "torch's CUDABlas.cpp": (
+                "CUBLAS_STATUS_ALLOC_FAILED",
+            ),
+            "an older PyTorch": (
+                "torch.cuda.OutOfMemoryError",
                 "HIP out of memory",
+            ),
+            "cuDNN": (
+                "CUDNN_STATUS_ALLOC_FAILED",
+            ),
+            "CUDA": (
+                "CUDA error: out of memory",
             ),
         },
         broken=keep_activations,

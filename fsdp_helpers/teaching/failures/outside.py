@@ -153,10 +153,8 @@ OUTSIDE = (
             "gradients of different ranks are not averaged or all-reduced; the model on rank 0 and rank 1 diverges",
         ),
         quotes={
-            "torch, nn.Module: a method of yours, called on the wrapper": (
+            "a run on the CPU": (
                 "'DistributedDataParallel' object has no attribute",
-            ),
-            "torch, nn.Module": (
                 "'FullyShardedDataParallel' object has no attribute",
                 "'DataParallel' object has no attribute",
                 "object has no attribute 'module'",
@@ -193,15 +191,15 @@ OUTSIDE = (
             "LoRA with gradient_checkpointing under DDP",
         ),
         quotes={
-            "torch, reducer.cpp": (
+            "a run on the CPU": (
                 "has been marked as ready twice",
                 "Use of a module parameter outside the `forward` function",
                 "Reused parameters in multiple reentrant backward passes",
                 "_set_static_graph() as a workaround",
                 "multiple autograd engine hooks have fired",
                 "Multiple autograd engine  hooks",
+                "the use_reentrant parameter should be passed explicitly",
             ),
-            "torch": ("the use_reentrant parameter should be passed explicitly",),
         },
         broken=recompute_reentrantly,
         fixed=recompute_without_reentry,
@@ -230,9 +228,11 @@ OUTSIDE = (
             "a fused or custom optimizer (8-bit Adam, Adafactor, Shampoo) fails on DTensors",
         ),
         quotes={
-            "torch/distributed/tensor/_sharding_prop.py": ("does not have a sharding strategy registered",),
-            "torch, DTensor": (
+            "a run on the CPU": (
                 "'DTensor' object has no attribute",
+            ),
+            "torch/distributed/tensor/_sharding_prop.py": (
+                "does not have a sharding strategy registered",
                 "does not have a sharding strategy",
             ),
         },
@@ -269,26 +269,34 @@ OUTSIDE = (
             "autocast and mixed_precision together; buffers in a different precision",
         ),
         quotes={
-            "torch, a convolution": ("Input type (float) and bias type (c10::BFloat16) should be the same",),
-            "torch, attention": ("Expected query, key, and value to have the same dtype",),
-            "torch": (
+            "a run on the CPU": (
+                "Input type (float) and bias type (c10::BFloat16) should be the same",
+                "Expected query, key, and value to have the same dtype",
                 "expected scalar type Half but found Float",
                 "expected scalar type BFloat16 but found Float",
                 "expected scalar type Float but found BFloat16",
                 "expected m1 and m2 to have the same dtype",
                 "mat1 and mat2 must have the same dtype",
                 "Input type (c10::BFloat16) and bias type (float) should be the same",
-                "FlashAttention only support fp16 and bf16 data type",
                 "self and mat2 must have the same dtype",
                 "must have the same dtype",
-                "expected mat1 and mat2 to have the same dtype",
                 "Index put requires the source and destination dtypes match",
-                "Input type (torch.cuda.FloatTensor) and weight type",
-                "Input type (torch.cuda.HalfTensor) and weight type",
                 "Input type (float) and bias type",
                 "Input type (c10::Half) and bias type",
-                "for scaled_dot_product_attention to have the same dtype",
                 "not implemented for 'Half'",
+            ),
+            "torch's flash attention": (
+                "FlashAttention only support fp16 and bf16 data type",
+            ),
+            "torch's LinearAlgebra.cpp": (
+                "expected mat1 and mat2 to have the same dtype",
+            ),
+            "torch's Convolution.cpp": (
+                "Input type (torch.cuda.FloatTensor) and weight type",
+                "Input type (torch.cuda.HalfTensor) and weight type",
+            ),
+            "an older PyTorch": (
+                "for scaled_dot_product_attention to have the same dtype",
             ),
         },
         broken=feed_fp32_into_bf16,
@@ -322,7 +330,9 @@ OUTSIDE = (
             "gathered predictions stay on the GPU during evaluation; eval_accumulation_steps",
         ),
         quotes={
-            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+            "torch's CUDACachingAllocator.cpp": (
+                "CUDA out of memory. Tried to allocate",
+            ),
         },
         broken=add_up_losses,
         fixed=add_up_losses_without_graphs,

@@ -188,11 +188,12 @@ PRECISION = (
             "the model works in bf16 or fp32, but gives nan in fp16",
         ),
         quotes={
-            "torch/amp/grad_scaler.py": (
+            "a run on the CPU": (
                 "Attempting to unscale FP16 gradients.",
                 "unscale_() has already been called on this optimizer since the last update",
                 "unscale_() is being called after step()",
                 "step() has already been called since the last update()",
+                "is non-finite, so it cannot be clipped",
             ),
             "DeepSpeed, fairseq": (
                 "Current loss scale already at minimum - cannot decrease scale",
@@ -202,7 +203,6 @@ PRECISION = (
                 "Gradient overflow. Skipping step, loss scaler",
                 "OVERFLOW! Rank 0 Skipping step",
             ),
-            "torch": ("is non-finite, so it cannot be clipped",),
         },
         broken=compute_in_fp16,
         fixed=compute_in_bf16,
@@ -231,21 +231,23 @@ PRECISION = (
             "mixed dtypes in one FSDP unit; cast the model to one dtype before wrapping",
         ),
         quotes={
+            "a run on the CPU": (
+                "Must flatten tensors with uniform dtype but got",
+                "FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}",
+                "Only Tensors of floating point and complex dtype can require gradients",
+            ),
             "torch/distributed/fsdp/_flat_param.py": (
                 "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32",
                 "Cannot flatten integer dtype tensors",
-                "Must flatten tensors with uniform dtype but got",
             ),
-            "torch, FSDP1, before 2.1": (
+            "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": (
+                "FSDP expects uniform reduce dtype but got",
+            ),
+            "an older PyTorch": (
                 "Integer parameters are unsupported",
                 "Must flatten tensors with uniform dtype but got torch.float16 and torch.float32",
                 "`FlatParameter` requires uniform dtype",
             ),
-            "torch, FSDP2": (
-                "FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}",
-                "FSDP expects uniform reduce dtype but got",
-            ),
-            "bitsandbytes": ("Only Tensors of floating point and complex dtype can require gradients",),
         },
         broken=shard_two_formats,
         fixed=shard_one_format,

@@ -168,7 +168,9 @@ RECIPES = (
             "scheduler.step is called per process, per micro-batch or per epoch by mistake",
         ),
         quotes={
-            "torch": ("Detected call of `lr_scheduler.step()` before `optimizer.step()`",),
+            "a run on the CPU": (
+                "Detected call of `lr_scheduler.step()` before `optimizer.step()`",
+            ),
         },
         broken=step_per_micro_batch,
         fixed=step_with_the_optimizer,

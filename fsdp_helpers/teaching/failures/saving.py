@@ -298,17 +298,15 @@ SAVING = (
             "the loss spikes, jumps or gets worse right after resuming",
         ),
         quotes={
-            "torch/optim/optimizer.py": (
+            "a run on the CPU": (
                 "that doesn't match the size of optimizer's group",
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
                 "loaded state dict has a different number of parameter groups",
-            ),
-            "torch": (
                 "must match the size of tensor b",
                 "must match the existing size",
                 "at non-singleton dimension 0",
             ),
-            "torch, FSDP1, _optim_utils.py": (
+            "torch/distributed/fsdp/_optim_utils.py": (
                 "is not in the optimizer state",
                 "Differing optimizer state names for the unflattened parameters",
                 "Tensor optimizer state does not have same shape as its parameter",
@@ -350,19 +348,27 @@ SAVING = (
             "names of the parameters changed between saving and loading; FQN",
         ),
         quotes={
-            "torch/distributed/checkpoint": (
+            "a run on the CPU": (
                 "Missing key in checkpoint state_dict: optimizer.state",
-                "Could not find FQN",
-                "Missing optimizer state for parameter",
-                "Key(s) present in other ranks but not this one",
-                "Could not find checkpointable tensor shard",
-                "Failed to validate global plan",
-            ),
-            "Python, KeyError": (
                 "KeyError: 'exp_avg'",
                 "KeyError: 'step'",
-                "KeyError: 'state'",
                 "KeyError: 'param_groups'",
+            ),
+            "torch/distributed/checkpoint/utils.py": (
+                "Could not find FQN",
+                "Key(s) present in other ranks but not this one",
+            ),
+            "torch/distributed/checkpoint/state_dict.py": (
+                "Missing optimizer state for parameter",
+            ),
+            "torch/distributed/checkpoint/protocol.py": (
+                "Could not find checkpointable tensor shard",
+            ),
+            "torch/distributed/checkpoint/default_planner.py": (
+                "Failed to validate global plan",
+            ),
+            "torch/optim": (
+                "KeyError: 'state'",
             ),
         },
         broken=ask_for_all_moments,
@@ -408,30 +414,35 @@ SAVING = (
             "a Git LFS pointer or an incomplete download instead of the weights",
         ),
         quotes={
-            "torch": (
+            "a run on the CPU": (
                 "failed finding central directory",
-                "PytorchStreamWriter failed writing file",
                 "unexpected pos",
                 "[enforce fail at inline_container.cc",
                 "invalid header or archive is corrupted",
                 "unexpected EOF",
                 "file in archive is not in a subdirectory",
                 "Invalid magic number; corrupt file",
+                "incomplete metadata, file not fully covered",
+                "SafetensorError",
+                "OSError: [Errno 28] No space left on device",
+                "Disk quota exceeded",
+                "invalid load key",
+                "Error while deserializing: header too small",
+                "Error while deserializing: header too large",
+                "Error while deserializing: invalid JSON in header",
             ),
-            "safetensors": (
+            "an older PyTorch": (
+                "PytorchStreamWriter failed writing file",
+            ),
+            "an older safetensors": (
                 "Error while deserializing header: HeaderTooLarge",
                 "Error while deserializing header: MetadataIncompleteBuffer",
                 "Error while deserializing header: InvalidHeaderDeserialization",
                 "Error while deserializing header: HeaderTooSmall",
-                "incomplete metadata, file not fully covered",
-                "SafetensorError",
             ),
-            "Python": (
-                "OSError: [Errno 28] No space left on device",
-                "Disk quota exceeded",
+            "transformers": (
+                "Unable to load weights from pytorch checkpoint file",
             ),
-            "Python, pickle": ("invalid load key",),
-            "transformers": ("Unable to load weights from pytorch checkpoint file",),
         },
         broken=save_over_the_last,
         fixed=save_beside_and_rename,
@@ -463,7 +474,7 @@ SAVING = (
             "a checkpoint of a model compiled with torch.compile can't be loaded",
         ),
         quotes={
-            "torch, nn.Module": (
+            "a run on the CPU": (
                 "Error(s) in loading state_dict for",
                 'Missing key(s) in state_dict: "module.',
                 'Unexpected key(s) in state_dict: "_orig_mod.',

@@ -324,13 +324,15 @@ SLOW = (
             "os.makedirs or a cache file fails on some ranks",
         ),
         quotes={
-            "Python, zipfile and datasets": (
+            "a run on the CPU": (
                 "BadZipFile",
                 "File is not a zip file",
                 "Dataset not found or corrupted",
+                "FileExistsError: [Errno 17] File exists",
             ),
-            "Python": ("FileExistsError: [Errno 17] File exists",),
-            "huggingface_hub": ("429 Client Error: Too Many Requests",),
+            "huggingface_hub": (
+                "429 Client Error: Too Many Requests",
+            ),
         },
         broken=download_on_every_rank,
         fixed=download_on_one_rank,
@@ -356,7 +358,9 @@ SLOW = (
             "too many threads; CPU oversubscription; load average in the hundreds",
         ),
         quotes={
-            "torchrun": ("Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",),
+            "a run on the CPU": (
+                "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",
+            ),
         },
         broken=start_a_thread_per_core,
         fixed=share_the_cores,
@@ -403,7 +407,7 @@ SLOW = (
         ),
         behavior=("a warning about strides under DDP; this is not an error, but may impair performance",),
         quotes={
-            "torch, reducer.cpp": (
+            "a run on the CPU": (
                 "Grad strides do not match bucket view strides",
                 "This is not an error, but may impair performance",
             ),

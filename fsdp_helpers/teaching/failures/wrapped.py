@@ -245,25 +245,33 @@ WRAPPED = (
             "accessing parameters or calling state_dict in the middle of a step",
         ),
         quotes={
-            "torch/distributed/fsdp/_runtime_utils.py": ("Expects `BACKWARD_PRE` or `BACKWARD_POST` state but got",),
-            "pytorch#113203": (
-                "The `grad_fn` is needed to access the `AccumulateGrad` and register the post-backward hook",
-            ),
-            "fairscale#1134": ("assert self.has_full_params",),
-            "torch, FSDP1": (
+            "a run on the CPU": (
                 "Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`",
-                "HandleTrainingState.IDLE",
-                "Forward order differs across ranks",
-                "Cannot manually unshard parameters during forward/backward",
-                "Expects the handle training to be IDLE",
                 "Inference tensors cannot be saved for backward",
-                "Cannot set version_counter for inference tensor",
                 "`no_sync()` on inner FSDP instances is not supported",
-                "Expects storage to be allocated",
-            ),
-            "torch, FSDP2": (
                 "state has already been lazily initialized for",
                 "requires running forward through the root module first",
+            ),
+            "torch/distributed/fsdp/_runtime_utils.py": (
+                "Expects `BACKWARD_PRE` or `BACKWARD_POST` state but got",
+                "The `grad_fn` is needed to access the `AccumulateGrad` and register the post-backward hook",
+                "HandleTrainingState.IDLE",
+            ),
+            "torch/distributed/fsdp/_exec_order_utils.py": (
+                "Forward order differs across ranks",
+            ),
+            "torch/distributed/fsdp/_unshard_param_utils.py": (
+                "Cannot manually unshard parameters during forward/backward",
+                "Expects the handle training to be IDLE",
+            ),
+            "torch's TensorImpl.cpp": (
+                "Cannot set version_counter for inference tensor",
+            ),
+            "torch/distributed/fsdp/_flat_param.py": (
+                "Expects storage to be allocated",
+            ),
+            "fairscale#1134": (
+                "assert self.has_full_params",
             ),
         },
         broken=return_an_object,
@@ -294,19 +302,19 @@ WRAPPED = (
             "the model was moved, cast or changed after prepare() or fully_shard",
         ),
         quotes={
-            "torch/distributed/fsdp/_fully_shard/_fully_shard.py": (
+            "a run on the CPU": (
                 "FSDP does not support deepcopy. Please use state dict for serialization",
+                "does not support deepcopy",
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol",
             ),
-            "torch, autograd": (
+            "torch's engine.cpp": (
                 (
                     "Function AddmmBackward0 returned an invalid gradient at index 1 - got [0] but expected shape "
                     "compatible with"
                 ),
             ),
-            "torch, FSDP1": ("FSDP does not support changing the parameters between forward and backward",),
-            "torch": (
-                "does not support deepcopy",
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol",
+            "torch/distributed/fsdp/_flat_param.py": (
+                "FSDP does not support changing the parameters between forward and backward",
             ),
         },
         broken=replace_the_head_after_wrapping,
@@ -336,11 +344,15 @@ WRAPPED = (
             "weight decay or learning rate groups by name don't work under FSDP; no parameter matches",
         ),
         quotes={
-            "pytorch-lightning": ("The optimizer does not seem to reference any FSDP parameters",),
-            "torch, FSDP1": ("_fsdp_wrapped_module._flat_param",),
-            "torch": (
+            "a run on the CPU": (
+                "_fsdp_wrapped_module._flat_param",
+            ),
+            "torch/distributed/fsdp/_flat_param.py": (
                 "with an empty parameter list",
                 "`params` were not found in",
+            ),
+            "pytorch-lightning": (
+                "The optimizer does not seem to reference any FSDP parameters",
             ),
         },
         broken=choose_flat_parameters,
@@ -375,13 +387,22 @@ WRAPPED = (
             ),
         ),
         quotes={
-            "torch, the optimizers": (
+            "a run on the CPU": (
+                "attempting to assign a gradient of size",
+            ),
+            "torch's ForeachUtils.h": (
                 "Tensors of the same index must be on the same device and the same dtype except `step` tensors",
             ),
-            "build-nanogpt PR #30": ("require_backward_grad_sync",),
-            "torch, FSDP1": (
+            "torch/distributed/fsdp/_flat_param.py": (
                 "Expects `.grad` to be the unsharded gradient in `no_sync()`",
+            ),
+            "torch/distributed/fsdp/_runtime_utils.py": (
                 "Shape mismatch when accumulating gradients",
+            ),
+            "build-nanogpt PR #30": (
+                "require_backward_grad_sync",
+            ),
+            "an older PyTorch": (
                 "assigned grad has data of a different size",
             ),
         },
@@ -406,12 +427,12 @@ WRAPPED = (
         messages=("is a view and is being modified inplace",),
         behavior=("an in-place operation on the output of a wrapped module; inplace=True, +=",),
         quotes={
-            "torch, autograd": (
+            "a run on the CPU": (
                 "a leaf Variable that requires grad is being used in an in-place operation",
                 "a view of a leaf Variable that requires grad is being used in an in-place operation",
                 "Inplace update to inference tensor outside InferenceMode is not allowed",
+                "returned a view tensor. An in-place op on this view",
             ),
-            "torch, FSDP2": ("returned a view tensor. An in-place op on this view",),
         },
         broken=change_the_input_in_place,
         fixed=leave_the_input_alone,
@@ -446,8 +467,10 @@ WRAPPED = (
             "only the first or last layer gets gradients",
         ),
         quotes={
-            "torch/utils/checkpoint.py": ("None of the inputs have requires_grad=True. Gradients will be None",),
-            "torch/nn/parallel/distributed.py": ("DistributedDataParallel is not needed when a module",),
+            "a run on the CPU": (
+                "None of the inputs have requires_grad=True. Gradients will be None",
+                "DistributedDataParallel is not needed when a module",
+            ),
         },
         broken=checkpoint_reentrantly,
         fixed=checkpoint_without_reentry,
@@ -476,17 +499,23 @@ WRAPPED = (
             "Triton or Inductor cache races between ranks or nodes",
         ),
         quotes={
-            "torch, dynamo": (
+            "a run on the CPU": (
                 "torch._dynamo.exc.TorchRuntimeError",
-                "torch._dynamo.exc.InternalTorchDynamoError",
                 "torch._dynamo hit config.recompile_limit",
-                "hit config.cache_size_limit",
                 "Graph break in user code",
                 "BackendCompilerFailed",
                 "recompile_limit",
+            ),
+            "torch/_dynamo/exc.py": (
+                "torch._dynamo.exc.InternalTorchDynamoError",
+                "backend='inductor' raised",
+            ),
+            "torch/_inductor/exc.py": (
                 "torch._inductor",
                 "InductorError",
-                "backend='inductor' raised",
+            ),
+            "an older PyTorch": (
+                "hit config.cache_size_limit",
             ),
         },
         broken=compile_all,

@@ -276,9 +276,15 @@ WRONG = (
             "clip_grad_value or max_grad_norm has no effect",
         ),
         quotes={
-            "pytorch-lightning": ("Gradient clipping with FSDP is not supported",),
-            "torch, FSDP1": ("`clip_grad_norm_()` should only be called on the root FSDP instance",),
-            "accelerate": ("do not support `clip_grad_value_`",),
+            "a run on the CPU": (
+                "`clip_grad_norm_()` should only be called on the root FSDP instance",
+            ),
+            "pytorch-lightning": (
+                "Gradient clipping with FSDP is not supported",
+            ),
+            "accelerate": (
+                "do not support `clip_grad_value_`",
+            ),
         },
         broken=clip_by_own_shard,
         fixed=clip_by_the_whole_norm,

@@ -316,11 +316,13 @@ WRONG_DATA = (
             "works in train mode, but is bad in eval mode, on several GPUs",
         ),
         quotes={
-            "torch/nn/modules/batchnorm.py": ("SyncBatchNorm expected input tensor to be on GPU",),
-            "torch/nn/functional.py": ("Expected more than 1 value per channel when training",),
-            "torch": (
-                "SyncBatchNorm is only supported within DistributedDataParallel",
+            "a run on the CPU": (
+                "SyncBatchNorm expected input tensor to be on GPU",
+                "Expected more than 1 value per channel when training",
                 "SyncBatchNorm layers only work with GPU modules",
+            ),
+            "an older PyTorch": (
+                "SyncBatchNorm is only supported within DistributedDataParallel",
             ),
         },
         broken=keep_own_statistics,

@@ -214,8 +214,10 @@ WRONG_START = (
             "grad is None for all parameters of the optimizer; weights identical before and after the step",
         ),
         quotes={
-            "torch/amp/grad_scaler.py": ("No inf checks were recorded for this optimizer",),
-            "torch, GradScaler": ("AssertionError: No inf checks were recorded",),
+            "a run on the CPU": (
+                "No inf checks were recorded for this optimizer",
+                "AssertionError: No inf checks were recorded",
+            ),
             "accelerate": (
                 "the optimizer parameters are not on the same device",
                 "a model and optimizer must be passed together to",
