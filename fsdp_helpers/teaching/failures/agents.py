@@ -203,20 +203,20 @@ def one_extension() -> Numbers:
 AGENTS = (
     Failure(
         name="hang-wrong-world-size",
-        title="The group waits for a number of ranks that never comes",
+        title="The group waits for ranks that never join",
         why=(
-            "The world size that the ranks were given doesn't match the number of processes that were started: a node "
-            "is missing, `--nnodes` differs between machines, Slurm started one task instead of eight, or a second "
-            "job's ranks are counted, too."
+            "The world size doesn't match the number of processes that were started. Maybe a node is missing, "
+            "`--nnodes` differs between machines, Slurm started one task instead of eight, or a second job's ranks "
+            "are being counted, too."
         ),
         tell=(
             "The message has both numbers. If `worker_count` is below `world_size`, ranks are missing. If it's above, "
             "two jobs share an address and port, or this job reuses an old `--rdzv-id` or file store."
         ),
         fix=(
-            "Make the number of processes started equal nnodes × nproc-per-node, with the same values on all "
-            "machines. On Slurm, use `srun --ntasks-per-node=1` in front of torchrun, or `--ntasks-per-node=8` "
-            "without torchrun. Give each job its own `--rdzv-id` and port."
+            "Start exactly nnodes × nproc-per-node processes, with the same values on all machines. On Slurm, use "
+            "`srun --ntasks-per-node=1` in front of torchrun, or `--ntasks-per-node=8` without torchrun. Give each "
+            "job its own `--rdzv-id` and port."
         ),
         messages=(
             "seconds waiting for clients. 1/2 clients joined",
@@ -265,13 +265,13 @@ AGENTS = (
         name="crash-local-rank-argument",
         title="unrecognized arguments: --local-rank",
         why=(
-            "`torch.distributed.launch` passes `--local-rank=N` to the script, spelled with a hyphen since PyTorch "
-            "2.0. torchrun passes no argument; it sets environment variables instead."
+            "`torch.distributed.launch` passes `--local-rank=N` to the script, and since PyTorch 2.0, it spells it "
+            "with a hyphen. torchrun doesn't pass this argument. It sets environment variables instead."
         ),
         tell="The script parses `--local_rank`, and it's started with `python -m torch.distributed.launch`.",
         fix=(
-            "Start with torchrun and read `int(os.environ['LOCAL_RANK'])`; or `parser.add_argument('--local-rank', "
-            "'--local_rank', type=int)`."
+            "Start the script with torchrun and read `int(os.environ['LOCAL_RANK'])`, or accept both spellings: "
+            "`parser.add_argument('--local-rank', '--local_rank', type=int)`."
         ),
         messages=(
             "error: unrecognized arguments: --local-rank=5",
@@ -289,12 +289,8 @@ AGENTS = (
                 "torch.distributed.launch is deprecated",
                 "The module torch.distributed.launch is deprecated",
             ),
-            "an older PyTorch": (
-                "please change it to read from `os.environ('LOCAL_RANK')` instead",
-            ),
-            "transformers": (
-                "Some specified arguments are not used by the HfArgumentParser: ['--local",
-            ),
+            "an older PyTorch": ("please change it to read from `os.environ('LOCAL_RANK')` instead",),
+            "transformers": ("Some specified arguments are not used by the HfArgumentParser: ['--local",),
         },
         broken=parse_local_rank,
         fixed=read_local_rank,
@@ -306,13 +302,13 @@ AGENTS = (
         name="crash-hangup",
         title="SignalException: Process got signal: 1",
         why=(
-            "The terminal or the SSH connection from which torchrun was started has closed, which sent torchrun a "
-            "SIGHUP. `nohup` doesn't help, because torchrun installs its own handler for that signal. Signal 15 comes "
-            "from a scheduler, or from somebody's `kill`."
+            "The terminal or SSH session that torchrun was started from has closed, which sent torchrun a SIGHUP. "
+            "`nohup` doesn't help, because torchrun installs its own handler for that signal. Signal 15 comes from a "
+            "scheduler, or from somebody's `kill`."
         ),
-        tell="The message names the signal; the ranks' logs end in the middle of a step, without an error.",
+        tell="The message names the signal, and the ranks' logs end in the middle of a step without an error.",
         fix=(
-            "Start torchrun in `tmux` or as a scheduler job; or keep it from handling SIGHUP: `nohup torchrun "
+            "Start torchrun in `tmux` or as a scheduler job. Or keep it from handling SIGHUP: `nohup torchrun "
             "--signals-to-handle SIGTERM,SIGINT,SIGQUIT ... &`."
         ),
         messages=(
@@ -350,15 +346,15 @@ AGENTS = (
         name="crash-rendezvous-closed",
         title="RendezvousClosedError, or a node that joins too late",
         why=(
-            "torchrun's agents find each other under a rendezvous id. Once one node has finished or failed, it closes "
-            "the rendezvous, and a node that restarts or arrives afterward finds it closed. Reusing an old job's id "
-            "looks the same."
+            "torchrun's agents find each other through a rendezvous ID. Once one node has finished or failed, it "
+            "closes the rendezvous, and any node that restarts or arrives later finds it closed. Reusing an old job's "
+            "ID looks the same."
         ),
         tell="The real error is in the log of the first node to leave, earlier than this message.",
         fix=(
-            "Use a fresh `--rdzv-id=$SLURM_JOB_ID` for every start, make sure that all nodes join within "
-            "`--rdzv-conf=join_timeout=600`, and read the log of the first failure. For several jobs on one machine, "
-            "give each `--standalone` or `--rdzv-endpoint=localhost:0`."
+            "Use a new ID for every job, such as `--rdzv-id=$SLURM_JOB_ID`. Make sure that all nodes join in time "
+            "(`--rdzv-conf=join_timeout=600`), and read the log of the node that failed first. If you run several "
+            "jobs on one machine, start each with `--standalone` or `--rdzv-endpoint=localhost:0`."
         ),
         messages=("RendezvousClosedError",),
         behavior=(
@@ -366,9 +362,7 @@ AGENTS = (
             "elastic: a node restarts or joins after the others have finished; max_restarts; the same rdzv_id",
         ),
         quotes={
-            "a run on the CPU": (
-                "RendezvousConnectionError",
-            ),
+            "a run on the CPU": ("RendezvousConnectionError",),
             "torch/distributed/elastic/rendezvous/api.py": (
                 "RendezvousGracefulExitError",
                 "RendezvousStateError",
@@ -383,12 +377,12 @@ AGENTS = (
     ),
     Failure(
         name="save-two-writers",
-        title="Two runs write into the same folder",
+        title="Two runs write to the same folder",
         why=(
-            "torchrun was killed with SIGKILL, and its ranks kept running as orphans. The next run writes to the same "
-            "folder as they do."
+            "torchrun was killed with SIGKILL, but its ranks kept running as orphans, and they still write to the "
+            "folder that the next run uses."
         ),
-        tell="`python -m fsdp_helpers doctor` lists such ranks; in `ps -ef`, their parent is process 1.",
+        tell="`python -m fsdp_helpers doctor` lists these ranks. In `ps -ef`, their parent is process 1.",
         fix=(
             "Ask Linux to kill each rank when its agent dies (`prctl`), and lock the folder, as `train` does. "
             "[10](10_many_machines.ipynb) lists all the ways that a job can end."
@@ -407,9 +401,9 @@ AGENTS = (
         name="hang-extension-lock",
         title="Stuck at Using ~/.cache/torch_extensions as PyTorch extensions root",
         why=(
-            "A CUDA extension is compiled the first time it's used, under a lock file. A build that was killed leaves "
-            "the lock file behind, and every later process waits for it to go away. On a network disk, ranks on "
-            "several nodes wait for one another."
+            "The first time a CUDA extension is used, it's compiled, and a lock file keeps other processes out. A "
+            "build that was killed leaves the lock file behind, and every later process waits for it to go away. On a "
+            "network disk, ranks on several nodes wait for one another."
         ),
         tell=(
             "`py-spy dump` shows `file_baton.py` in `wait`. The folder contains a file called `lock` that's older "

@@ -187,17 +187,17 @@ CRASHES_AT_THE_ENDS = (
         name="crash-no-torchrun",
         title="environment variable RANK expected, but not set",
         why=(
-            "`init_process_group` takes rank, world size and address from variables that torchrun sets. If you start "
-            "it with `python train.py`, there are none, and a script that doesn't check trains alone: each process is "
-            "rank 0 of 1."
+            "`init_process_group` reads the rank, the world size and the address from environment variables that "
+            "torchrun sets. If you start the script with `python train.py`, they aren't set, and a script that "
+            "doesn't check for them trains alone, as rank 0 of 1."
         ),
         tell=(
-            "`env | grep -E 'RANK|WORLD_SIZE|MASTER'` is empty. A collective without `init_process_group` says "
-            "*Default process group has not been initialized*."
+            "`env | grep -E 'RANK|WORLD_SIZE|MASTER'` prints nothing. A collective that's called without "
+            "`init_process_group` says *Default process group has not been initialized*."
         ),
         fix=(
-            "`torchrun --standalone --nproc-per-node 8 train.py`; under Slurm, one torchrun per node, as in "
-            "[10](10_many_machines.ipynb)."
+            "Start it with `torchrun --standalone --nproc-per-node 8 train.py`. Under Slurm, start one torchrun per "
+            "node, as in [10](10_many_machines.ipynb)."
         ),
         messages=("environment variable RANK expected, but not set",),
         behavior=(
@@ -231,12 +231,8 @@ CRASHES_AT_THE_ENDS = (
                 "Invalid process group specified",
                 "error: the following arguments are required: training_script",
             ),
-            "torch/distributed/distributed_c10d.py": (
-                "LOCAL_RANK is not in the environment",
-            ),
-            "torch/distributed/device_mesh.py": (
-                "DeviceMesh process groups not initialized",
-            ),
+            "torch/distributed/distributed_c10d.py": ("LOCAL_RANK is not in the environment",),
+            "torch/distributed/device_mesh.py": ("DeviceMesh process groups not initialized",),
             "torch/distributed/fsdp/_state_dict_utils.py": (
                 "can only be used when parameters are flatten and sharded",
             ),
@@ -244,12 +240,8 @@ CRASHES_AT_THE_ENDS = (
                 "Using fsdp only works in distributed training",
                 "Using FSDP is only possible in distributed training",
             ),
-            "an older PyTorch": (
-                "Default process group is not initialized",
-            ),
-            "transformers": (
-                "local_rank == -1",
-            ),
+            "an older PyTorch": ("Default process group is not initialized",),
+            "transformers": ("local_rank == -1",),
         },
         broken=start_with_python,
         fixed=start_with_torchrun,
@@ -260,11 +252,11 @@ CRASHES_AT_THE_ENDS = (
         name="crash-main-guard",
         title="An attempt has been made to start a new process before its bootstrapping phase has finished",
         why=(
-            "A spawned process imports the script that started it. Lines at its top level run again there, including "
-            "`mp.spawn` or a `DataLoader` with workers."
+            "A spawned process imports the script that started it, so all code at the script's top level runs again, "
+            "including `mp.spawn` or a `DataLoader` with workers."
         ),
         tell="The traceback shows the script's own lines twice, below `multiprocessing/spawn.py`.",
-        fix='`if __name__ == "__main__":` in front of everything that starts processes.',
+        fix='Put everything that starts processes under `if __name__ == "__main__":`.',
         messages=(
             (
                 "An attempt has been made to start a new process before the current process has finished its "
@@ -293,14 +285,14 @@ CRASHES_AT_THE_ENDS = (
         name="crash-connection-closed",
         title="A healthy rank is the one that fails",
         why=(
-            "Rank 1 had fewer batches, finished and exited. Rank 0 then finds its connection closed, and its "
-            "traceback points at an innocent all-reduce."
+            "Rank 1 had fewer batches, so it finished first and exited. Rank 0 then finds its connection closed, and "
+            "its traceback points at an innocent all-reduce."
         ),
         tell=(
             "The message is about a connection, not about your code. Look at the *other* ranks: which one ended "
             "first, and with what exit status? `launch` calls the roll and names the missing rank."
         ),
-        fix="Agree on the number of steps before the loop; here all ranks take the smallest.",
+        fix="Have all ranks agree on the number of steps before the loop. Here, they all use the smallest number.",
         messages=(
             "Connection closed by peer",
             "This is typically caused by a remote worker",
@@ -322,9 +314,7 @@ CRASHES_AT_THE_ENDS = (
                 "BrokenPipeError: [Errno 32] Broken pipe",
                 "ConnectionRefusedError: [Errno 111] Connection refused",
             ),
-            "torch's Exceptions": (
-                "torch.distributed.DistBackendError",
-            ),
+            "torch's Exceptions": ("torch.distributed.DistBackendError",),
             "torch's TCPStore.cpp": (
                 "Stop_waiting response is expected",
                 "Connection closed by remote peer",
@@ -366,11 +356,13 @@ CRASHES_AT_THE_ENDS = (
         name="crash-port-in-use",
         title="The server socket has failed to listen: address already in use",
         why=(
-            "A fixed port such as 29500 belongs to whoever takes it first: someone else's run, or an orphan of your "
-            "own."
+            "A fixed port such as 29500 goes to whoever takes it first, which may be someone else's run or a leftover "
+            "process of your own."
         ),
-        tell="The error names the port. `ss -ltnp | grep PORT` shows who has it; `doctor` lists leftovers.",
-        fix="Let the system choose: port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
+        tell=(
+            "The error names the port. `ss -ltnp | grep PORT` shows which process has it, and `doctor` lists leftovers."
+        ),
+        fix="Let the system choose a free port: port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
         messages=(
             "The server socket has failed to listen on any local network address",
             "EADDRINUSE",
@@ -396,12 +388,8 @@ CRASHES_AT_THE_ENDS = (
                 "code: -98, name: EADDRINUSE",
                 "OSError: [Errno 98] Address already in use",
             ),
-            "torch's socket.cpp": (
-                "The server socket has failed to bind to",
-            ),
-            "torch/distributed/elastic/rendezvous/dynamic_rendezvous.py": (
-                "has failed to shutdown the rendezvous",
-            ),
+            "torch's socket.cpp": ("The server socket has failed to bind to",),
+            "torch/distributed/elastic/rendezvous/dynamic_rendezvous.py": ("has failed to shutdown the rendezvous",),
             "an older PyTorch": (
                 "errno: 98 - Address already in use",
                 "EADDRINUSE (address already in use)",
@@ -420,19 +408,19 @@ CRASHES_AT_THE_ENDS = (
         name="crash-no-traceback",
         title="ChildFailedError, and no traceback",
         why=(
-            "torchrun's report has a rank's exit code, but its traceback only if the rank wrote one for torchrun. "
-            "Your own error is higher up in the output, in the lines of the rank that failed first, or in its log "
-            "file."
+            "torchrun's report contains a rank's exit code, but its traceback only if the rank wrote one for "
+            "torchrun. Your own error is further up in the output, among the lines of the rank that failed first, or "
+            "in that rank's log file."
         ),
         tell=(
-            "The report says `error_file: <N/A>`. Search the output upward for the first `Traceback`; look at the "
-            "rank under *Root Cause (first observed failure)*, and at its exit code: 1 is an exception, -6 an abort, "
-            "-9 a kill, often for memory, -11 a crash in C++, -15 is torchrun's own SIGTERM after a different rank "
-            "failed."
+            "The report says `error_file: <N/A>`. Search upward in the output for the first `Traceback`. Look at the "
+            "rank under *Root Cause (first observed failure)* and at its exit code: 1 means an exception, -6 an "
+            "abort, -9 a kill (often because memory ran out), -11 a crash in C++, and -15 torchrun's own SIGTERM "
+            "after a different rank failed."
         ),
         fix=(
-            "Put `@record` (`torch.distributed.elastic.multiprocessing.errors`) above `main()`; `torchrun --log-dir "
-            "logs --tee 3` keeps what each rank prints."
+            "Put `@record` (from `torch.distributed.elastic.multiprocessing.errors`) above `main()`. With `torchrun "
+            "--log-dir logs --tee 3`, you also keep what each rank prints."
         ),
         messages=(
             "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
@@ -465,15 +453,9 @@ CRASHES_AT_THE_ENDS = (
                 "terminated with signal",
                 "subprocess.CalledProcessError: Command",
             ),
-            "torch/distributed/elastic/multiprocessing/errors/error_handler.py": (
-                "no error file defined for parent",
-            ),
-            "torch/distributed/launcher/api.py": (
-                "raise ChildFailedError",
-            ),
-            "accelerate": (
-                "raise subprocess.CalledProcessError",
-            ),
+            "torch/distributed/elastic/multiprocessing/errors/error_handler.py": ("no error file defined for parent",),
+            "torch/distributed/launcher/api.py": ("raise ChildFailedError",),
+            "accelerate": ("raise subprocess.CalledProcessError",),
         },
         broken=run_without_record,
         fixed=run_with_record,
@@ -483,17 +465,17 @@ CRASHES_AT_THE_ENDS = (
         name="hang-dead-address",
         title="The client socket has timed out while trying to connect",
         why=(
-            "A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. The variables are left over from a "
-            "different job, rank 0 hasn't started or has failed, or the name resolves to a machine that doesn't "
-            "answer. If it's `localhost` on every node, each waits for itself."
+            "A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. Either these variables are left over "
+            "from a different job, or rank 0 hasn't started or has failed, or the name resolves to a machine that "
+            "doesn't answer. If the address is `localhost` on every node, each node waits for itself."
         ),
         tell=(
-            "The message has the address and the port: is a rank 0 there? `python -m fsdp_helpers doctor` finds stale "
-            "variables."
+            "The message contains the address and the port. Check whether rank 0 is running there. `python -m "
+            "fsdp_helpers doctor` finds stale variables."
         ),
         fix=(
-            "`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`, and `torchrun --standalone` on one machine; on several, "
-            "one `--rdzv-endpoint=HOST:PORT` for all."
+            "Run `unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`. On one machine, use `torchrun --standalone`. On "
+            "several, give all of them the same `--rdzv-endpoint=HOST:PORT`."
         ),
         messages=("The client socket has timed out after 2000ms while trying to connect to",),
         behavior=(
@@ -538,9 +520,7 @@ CRASHES_AT_THE_ENDS = (
                 "The server socket on",
                 "is not yet listening",
             ),
-            "torch/distributed/elastic/rendezvous/utils.py": (
-                "The hostname of the rendezvous endpoint",
-            ),
+            "torch/distributed/elastic/rendezvous/utils.py": ("The hostname of the rendezvous endpoint",),
             "torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py": (
                 "endpoint is absent in RendezvousParameters",
                 "rank is absent in RendezvousParameters",
@@ -550,12 +530,8 @@ CRASHES_AT_THE_ENDS = (
                 "The client socket has timed out after 60s while trying to connect to",
                 "failed to connect to TCPStore",
             ),
-            "the C library": (
-                "Temporary failure in name resolution",
-            ),
-            "accelerate": (
-                "but `MASTER_ADDR` env was not set",
-            ),
+            "the C library": ("Temporary failure in name resolution",),
+            "accelerate": ("but `MASTER_ADDR` env was not set",),
         },
         broken=meet_where_no_one_is,
         fixed=meet_where_the_store_is,
@@ -567,11 +543,11 @@ CRASHES_AT_THE_ENDS = (
         name="crash-notebook-function",
         title="Can't get attribute 'worker' on module '__main__'",
         why=(
-            "A spawned process imports the module of its function. A function from a notebook cell belongs to "
-            "`__main__`, which in the new process is a different program."
+            "A spawned process imports the module that its function is defined in. A function from a notebook cell "
+            "belongs to `__main__`, and in the new process, `__main__` is a different program."
         ),
-        tell="The error comes from the child, from `multiprocessing.spawn`, before any of your lines runs.",
-        fix="Put the function into a module; `%%writefile` in a cell is enough.",
+        tell="The error comes from the child process, in `multiprocessing.spawn`, before any of your code runs.",
+        fix="Put the function in a module. A `%%writefile` cell is enough.",
         messages=("Can't get attribute 'worker' on <module '__main__'",),
         behavior=(
             "a function from a notebook can't be spawned",
@@ -601,12 +577,8 @@ CRASHES_AT_THE_ENDS = (
                 "Can't pickle local object",
                 "AttributeError: Can't pickle local object",
             ),
-            "Python 3.12": (
-                "Can't get local object",
-            ),
-            "accelerate, Lightning": (
-                "is not compatible with an interactive environment",
-            ),
+            "Python 3.12": ("Can't get local object",),
+            "accelerate, Lightning": ("is not compatible with an interactive environment",),
         },
         broken=spawn_from_a_cell,
         fixed=spawn_from_a_module,

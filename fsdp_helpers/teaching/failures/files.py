@@ -139,10 +139,13 @@ FILES = (
         name="save-full-into-shards",
         title="A full checkpoint doesn't load into a sharded model",
         why=(
-            "The model's parameters are DTensors, or flat; the file has full tensors under their plain names. "
-            "`load_state_dict` would have to copy full tensors into shards, and it can't."
+            "The model's parameters are DTensors (or flat, with FSDP1), but the file has full tensors under their "
+            "plain names. `load_state_dict` would have to copy full tensors into shards, and it can't."
         ),
-        tell="It fails in `copy_`, or complains about mismatched sizes, one of which is a flat number of elements.",
+        tell=(
+            "It fails in `copy_`, or it complains about a size mismatch in which one size is a single number, the "
+            "length of a flat parameter."
+        ),
         fix=(
             "Call `set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, "
             "broadcast_from_rank0=True))`. With FSDP1, load inside `FSDP.state_dict_type(model, "
@@ -159,18 +162,10 @@ FILES = (
             "copy_ between a tensor and a DTensor; broadcast_from_rank0",
         ),
         quotes={
-            "a run on the CPU": (
-                "Size mismatch between saved",
-            ),
-            "torch's MetaFallbackKernel.cpp": (
-                "attempted to run this operator with Meta tensors",
-            ),
-            "torch/distributed/fsdp/_state_dict_utils.py": (
-                "is in the state_dict but the state_dict only has",
-            ),
-            "an older PyTorch": (
-                "aten.copy_.default: got mixed torch.Tensor and DTensor",
-            ),
+            "a run on the CPU": ("Size mismatch between saved",),
+            "torch's MetaFallbackKernel.cpp": ("attempted to run this operator with Meta tensors",),
+            "torch/distributed/fsdp/_state_dict_utils.py": ("is in the state_dict but the state_dict only has",),
+            "an older PyTorch": ("aten.copy_.default: got mixed torch.Tensor and DTensor",),
         },
         broken=load_into_shards,
         fixed=load_and_shard,
@@ -181,8 +176,8 @@ FILES = (
         name="save-sharded-folder",
         title="The checkpoint is a folder of __0_0.distcp files",
         why=(
-            "A sharded checkpoint (DCP, SHARDED_STATE_DICT) has one file per rank and a `.metadata`; `torch.load` and "
-            "`from_pretrained` expect a single file, or safetensors."
+            "A sharded checkpoint (DCP, SHARDED_STATE_DICT) has one file per rank and a `.metadata` file. "
+            "`torch.load` and `from_pretrained` expect a single file, or safetensors."
         ),
         tell=(
             "The folder contains `__0_0.distcp`, or is named `pytorch_model_fsdp_0` or `global_step`. If there's no "
@@ -276,9 +271,7 @@ FILES = (
             "safetensors and tied weights; lm_head.weight and embed_tokens.weight share memory",
         ),
         quotes={
-            "transformers": (
-                "The weights trying to be saved contained shared tensors",
-            ),
+            "transformers": ("The weights trying to be saved contained shared tensors",),
         },
         broken=save_both_names,
         fixed=save_one_name,
@@ -289,13 +282,13 @@ FILES = (
         name="save-shared-folder",
         title="Half of the checkpoint's files are on a different node",
         why=(
-            "Each rank of a sharded save writes its own files, and rank 0 the `.metadata`. With local disks, each "
-            "node ends up with only its own ranks' files. With a network disk, new files and folders show up late on "
-            "other nodes."
+            "In a sharded save, each rank writes its own files, and rank 0 also writes `.metadata`. With local disks, "
+            "each node ends up with only its own ranks' files. On a network disk, new files and folders may show up "
+            "late on other nodes."
         ),
         tell=(
-            "Run `ls` on the folder on each node. The *No such file* error names a file that another rank wrote. With "
-            "one node, it works."
+            "List the folder on each node. The *No such file* error names a file that another rank wrote. On a single "
+            "node, it works."
         ),
         fix=(
             "Save to a disk that all nodes share. Call `os.makedirs(folder, exist_ok=True)` on every rank, and "
@@ -312,9 +305,7 @@ FILES = (
             "the best model or checkpoint can't be found on node 1",
         ),
         quotes={
-            "a run on the CPU": (
-                "OSError: [Errno 116] Stale file handle",
-            ),
+            "a run on the CPU": ("OSError: [Errno 116] Stale file handle",),
             "transformers": (
                 "you should activate `--save_on_each_node`",
                 "Could not locate the best model at",

@@ -195,12 +195,8 @@ GROUPS = (
             "init_process_group twice: in the script and in the Trainer, Accelerator, Lightning or a notebook cell",
         ),
         quotes={
-            "torch/distributed/distributed_c10d.py": (
-                "The specified group name has already been created",
-            ),
-            "accelerate": (
-                "AcceleratorState has already been initialized and cannot be changed",
-            ),
+            "torch/distributed/distributed_c10d.py": ("The specified group name has already been created",),
+            "accelerate": ("AcceleratorState has already been initialized and cannot be changed",),
         },
         broken=start_again,
         fixed=start_if_needed,
@@ -211,8 +207,8 @@ GROUPS = (
         name="crash-mesh-size",
         title="The mesh's size doesn't match the number of ranks",
         why=(
-            "The product of the parallel dimensions must be the world size; if you ask for a mesh of eight in a job "
-            "with one rank, you forgot torchrun."
+            "The product of the mesh's dimensions has to be the world size. If you ask for a mesh of eight and the "
+            "job has one rank, you forgot torchrun."
         ),
         tell="Print `dist.get_world_size()` and the mesh's shape.",
         fix=(
@@ -240,15 +236,9 @@ GROUPS = (
                 "Invalid parallel dims: dp_replicate",
                 "WORLD_SIZE(8)",
             ),
-            "torch/distributed/device_mesh.py": (
-                "Available mesh dimensions are",
-            ),
-            "torch/distributed/distributed_c10d.py": (
-                "must be divisible by 'group_size",
-            ),
-            "accelerate": (
-                "does not match num_processes",
-            ),
+            "torch/distributed/device_mesh.py": ("Available mesh dimensions are",),
+            "torch/distributed/distributed_c10d.py": ("must be divisible by 'group_size",),
+            "accelerate": ("does not match num_processes",),
         },
         broken=mesh_for_eight,
         fixed=mesh_for_all,
@@ -276,15 +266,9 @@ GROUPS = (
             "broadcast, scatter, send or recv in a sub-group with the wrong src; tensor-parallel or node-local groups",
         ),
         quotes={
-            "a run on the CPU": (
-                "which does not belong to the given group",
-            ),
-            "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": (
-                "was not included in process group",
-            ),
-            "torch/distributed/distributed_c10d.py": (
-                "is not part of the group",
-            ),
+            "a run on the CPU": ("which does not belong to the given group",),
+            "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": ("was not included in process group",),
+            "torch/distributed/distributed_c10d.py": ("is not part of the group",),
         },
         broken=name_a_global_rank,
         fixed=name_a_rank_of_the_group,
@@ -336,16 +320,17 @@ GROUPS = (
         name="crash-gather-shapes",
         title="all_gather with tensors of different shapes",
         why=(
-            "A collective doesn't send shapes along, so every rank must pass a tensor of the same shape and dtype. "
-            "The shapes differ with a smaller last batch, texts of different lengths, or lists of boxes."
+            "A collective doesn't send shapes along, so every rank has to pass a tensor of the same shape and dtype. "
+            "The shapes differ if the last batch is smaller, if texts have different lengths, or if each image has a "
+            "different number of boxes."
         ),
         tell=(
             "Print `tensor.shape, tensor.dtype` on every rank just before the call. gloo aborts the process that "
             "receives too much. NCCL may say nothing: the numbers come back mixed up, or the call hangs."
         ),
         fix=(
-            "All-gather the lengths, pad to the longest, all-gather, truncate; `accelerator.pad_across_processes` and "
-            "`gather_for_metrics` do this for you. For Python objects of any size, use `dist.all_gather_object`."
+            "All-gather the lengths, pad to the longest, all-gather, and truncate. `accelerator.pad_across_processes` "
+            "and `gather_for_metrics` do this for you. For Python objects of any size, use `dist.all_gather_object`."
         ),
         messages=("Received data size doesn't match expected size",),
         behavior=(
@@ -355,20 +340,14 @@ GROUPS = (
             "outputs are garbled after all_gather because shapes or dtypes differ between ranks",
         ),
         quotes={
-            "a run on the CPU": (
-                "invalid tensor size at index",
-            ),
-            "torch's ProcessGroupNCCL.cpp": (
-                "output tensor size must be equal to world_size times input tensor size",
-            ),
+            "a run on the CPU": ("invalid tensor size at index",),
+            "torch's ProcessGroupNCCL.cpp": ("output tensor size must be equal to world_size times input tensor size",),
             "torch's c10d": (
                 "Tensors must be contiguous",
                 "must be contiguous",
                 "must have the same number of elements",
             ),
-            "torch/distributed/distributed_c10d.py": (
-                "Invalid usage of tensors with different dtypes",
-            ),
+            "torch/distributed/distributed_c10d.py": ("Invalid usage of tensors with different dtypes",),
             "an older PyTorch": (
                 "All tensor operands to scatter/gather must have the same number of elements",
                 "tensor list operands to scatter/gather must have the same size as process group",
@@ -389,12 +368,12 @@ GROUPS = (
     ),
     Failure(
         name="crash-sharded-twice",
-        title="A module, or a mesh, is used for FSDP a second time",
+        title="A module or a mesh is used for FSDP twice",
         why=(
             "A cell that ran twice, or the framework's `prepare`, shards a unit again. Or a loop over "
-            "`model.modules()` begins with the model itself, which takes all parameters; the layers' parameters are "
-            "then DTensors, `fully_shard` assumes that these belong to a different mesh dimension, and doesn't find "
-            "its mesh."
+            "`model.modules()` starts with the root, which takes all the parameters. The layers' parameters are then "
+            "already DTensors, so `fully_shard` assumes that they belong to a different mesh dimension and doesn't "
+            "find their mesh."
         ),
         tell="`isinstance(model, FSDPModule)` is True before your call.",
         fix=(
@@ -412,12 +391,8 @@ GROUPS = (
             "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": (
                 "FSDP requires the DP and model parallel TP/EP mesh to be not None but got",
             ),
-            "torch/distributed/fsdp/wrap.py": (
-                "is already wrapped by",
-            ),
-            "an older PyTorch": (
-                "FSDP requires the DP and TP mesh to have the same parent mesh but got",
-            ),
+            "torch/distributed/fsdp/wrap.py": ("is already wrapped by",),
+            "an older PyTorch": ("FSDP requires the DP and TP mesh to have the same parent mesh but got",),
         },
         broken=shard_each_module,
         fixed=shard_blocks_then_the_root,
@@ -429,16 +404,16 @@ GROUPS = (
         title="DTensors on two meshes meet in one operation, in clipping or in the optimizer",
         why=(
             "With FSDP and a second dimension (`tp`, `ep`), some parameters are on a mesh with one dimension and "
-            "others on one with two. Clipping stacks the norms of all gradients; older optimizers' foreach and fused "
-            "kernels take all parameters in one call."
+            "others on a mesh with two. Clipping stacks the norms of all gradients, and in older versions, the "
+            "optimizers' foreach and fused kernels take all parameters in one call."
         ),
         tell=(
             "`{p.device_mesh for p in model.parameters()}` contains more than one mesh. Plain tensors mixed with "
             "DTensors have the same effect."
         ),
         fix=(
-            "Use one parameter group, or one optimizer, for each mesh; or pass `foreach=False, fused=False`. To clip, "
-            "take `torch.nn.utils.get_total_norm` of each mesh's gradients, then of these norms, and call "
+            "Use one parameter group or one optimizer per mesh, or pass `foreach=False, fused=False`. To clip, call "
+            "`torch.nn.utils.get_total_norm` on each mesh's gradients and then on those norms, and call "
             "`clip_grads_with_norm_(group, max_norm, norm)` for each mesh."
         ),
         messages=("must have the same mesh, but got DeviceMesh",),
@@ -450,15 +425,9 @@ GROUPS = (
             ),
         ),
         quotes={
-            "an older PyTorch; pytorch PR #134551": (
-                "DTensor does not support cross-mesh operation yet",
-            ),
-            "an older PyTorch; pytorch PR #153268": (
-                "Could not run pointwise computation across different mesh",
-            ),
-            "an older PyTorch": (
-                "aten._foreach_mul_.Scalar",
-            ),
+            "an older PyTorch; pytorch PR #134551": ("DTensor does not support cross-mesh operation yet",),
+            "an older PyTorch; pytorch PR #153268": ("Could not run pointwise computation across different mesh",),
+            "an older PyTorch": ("aten._foreach_mul_.Scalar",),
         },
         broken=clip_all_at_once,
         fixed=clip_mesh_by_mesh,

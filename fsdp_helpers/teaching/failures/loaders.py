@@ -31,7 +31,7 @@ class Images(Dataset):
 
 
 class ReplacedImages(Images):
-    """The same images, with the one before in place of a damaged one."""
+    """The same images, with each damaged one replaced by the one before it."""
 
     def __getitem__(self, number: int) -> Tensor:
         try:
@@ -154,13 +154,13 @@ NUM_NAMES = 100_000
 
 
 def private_bytes() -> int:
-    """Return the bytes that this process has written to, and so doesn't share with the one that it was forked from."""
+    """Return how many bytes this process has written to, which it no longer shares with its parent."""
     with open("/proc/self/smaps_rollup") as rollup:
         return 1024 * sum(int(line.split()[1]) for line in rollup if line.startswith("Private_Dirty"))
 
 
 class Names(Dataset):
-    """File names; its one sample is the growth of the worker's memory while it reads all of them."""
+    """File names. The only sample is how much the worker's memory grows while it reads all of them."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -198,7 +198,7 @@ def no_copy() -> Numbers:
 
 
 class Workers(Dataset):
-    """Samples that are the numbers of the processes which made them."""
+    """Samples that hold the ID of the process that made them."""
 
     def __len__(self) -> int:
         return 4
@@ -259,9 +259,7 @@ LOADERS = (
                 "stack expects each tensor to be equal size",
                 "each element in list of batch should be of equal size",
             ),
-            "torch/utils/data/dataloader.py": (
-                "Pin memory thread exited unexpectedly",
-            ),
+            "torch/utils/data/dataloader.py": ("Pin memory thread exited unexpectedly",),
         },
         broken=read_a_damaged_image,
         fixed=replace_the_damaged_image,
@@ -345,13 +343,14 @@ LOADERS = (
         name="memory-loader-workers",
         title="Host memory grows with every epoch: the loader's workers",
         why=(
-            "Forked workers share the data set's memory until somebody writes to it, and Python writes a reference "
+            "Forked workers share the data set's memory until something writes to it, and Python writes a reference "
             "count whenever it touches an object. So a list of a million paths or dictionaries gets copied, page by "
             "page, into each worker of each rank."
         ),
         tell=(
-            "`num_workers=0` keeps memory flat. Sum the PSS of the workers (`smem`, or `/proc/PID/smaps_rollup`): it "
-            "grows with the number of samples read. It ends with *Killed* or *Cannot allocate memory*."
+            "With `num_workers=0`, memory stays flat. The workers' total PSS (from `smem` or "
+            "`/proc/PID/smaps_rollup`) grows with the number of samples read. It ends with *Killed* or *Cannot "
+            "allocate memory*."
         ),
         fix=(
             "Keep the metadata in one NumPy array, tensor, Arrow table or memory map, or serialize the list before "

@@ -122,7 +122,7 @@ def half_of_the_state() -> Numbers:
 
 
 class Deep(nn.Module):
-    """Four blocks, whose activations are kept until backward, or computed again there."""
+    """Four blocks whose activations are kept until backward, or recomputed there."""
 
     def __init__(self, recomputed: bool) -> None:
         super().__init__()
@@ -161,13 +161,19 @@ def inputs_of_blocks() -> Numbers:
 MEMORY = (
     Failure(
         name="memory-root-only",
-        title="fully_shard saves nothing at the peak",
+        title="fully_shard doesn't lower the peak",
         why=(
-            "`fully_shard(model)` makes the full model one unit. It's all-gathered at the first layer, so during "
-            "forward and backward every rank holds all parameters."
+            "`fully_shard(model)` on its own makes the entire model one unit. It's all-gathered before the first "
+            "layer, so every rank holds all parameters during forward and backward."
         ),
-        tell="One all-gather per forward. Count them with `CommDebugMode`, or with the trace of this series.",
-        fix="`for block in model.blocks: fully_shard(block)`, then `fully_shard(model)`.",
+        tell=(
+            "There's only one all-gather per forward. Count them with `CommDebugMode`, or with `trace_collectives` in "
+            "this package."
+        ),
+        fix=(
+            "Shard each block first, `for block in model.blocks: fully_shard(block)`, and then the root, "
+            "`fully_shard(model)`."
+        ),
         numbers=(
             "one all-gather per forward; the peak is that of the full model",
             "memory per GPU doesn't change with the number of GPUs",
@@ -183,9 +189,7 @@ MEMORY = (
             "why does FSDP use the same memory on 2, 4 and 8 GPUs",
         ),
         quotes={
-            "torch's CUDACachingAllocator.cpp": (
-                "CUDA out of memory. Tried to allocate",
-            ),
+            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
         },
         broken=shard_the_root_alone,
         fixed=shard_each_layer,
@@ -193,10 +197,10 @@ MEMORY = (
     ),
     Failure(
         name="memory-default-threshold",
-        title="auto_wrap_policy is set, and there is one unit",
+        title="auto_wrap_policy is set, but there's only one unit",
         why=(
-            "FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million parameters. "
-            "In a smaller model it makes none, without a warning."
+            "By default, FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million "
+            "parameters. In a smaller model, it makes none, without a warning."
         ),
         tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",
         fix=(
@@ -217,13 +221,13 @@ MEMORY = (
         name="memory-accumulation",
         title="Accumulating gradients takes more memory than a large batch",
         why=(
-            "`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication. The price: until "
-            "the last micro-batch, every rank keeps full gradients instead of shards."
+            "`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication, but until the last "
+            "micro-batch, every rank keeps full gradients instead of shards."
         ),
         tell="After the first micro-batch, memory has grown by 4 bytes per parameter of the full model.",
         fix=(
-            "Reduce after each micro-batch: no `model.set_requires_gradient_sync(False)`. Hold the reduction back "
-            "only if full gradients fit."
+            "Leave out `model.set_requires_gradient_sync(False)`, so that gradients are reduced after each "
+            "micro-batch. Use it only if full gradients fit."
         ),
         numbers=("after the first micro-batch, 4 bytes more per parameter of the full model",),
         behavior=(
@@ -232,9 +236,7 @@ MEMORY = (
             "gradient accumulation needs more memory with FSDP than without",
         ),
         quotes={
-            "torch's CUDACachingAllocator.cpp": (
-                "CUDA out of memory. Tried to allocate",
-            ),
+            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
         },
         broken=hold_back_reduction,
         fixed=reduce_each_micro_batch,
@@ -242,12 +244,12 @@ MEMORY = (
     ),
     Failure(
         name="memory-full-state-dict",
-        title="Training fits, saving does not",
+        title="Training fits in memory, but saving doesn't",
         why=(
-            "`full_state_dict=True` without `cpu_offload=True` gives every rank the full model at once, and it stays "
+            "`full_state_dict=True` without `cpu_offload=True` gives every rank the full model at once and keeps it "
             "on the GPU."
         ),
-        tell="All ranks run out of memory in the line that saves.",
+        tell="All ranks run out of memory on the line that saves.",
         fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
         behavior=(
             "out of memory when the model is saved: after the last epoch, in a checkpoint, in the full state dict",
@@ -270,15 +272,9 @@ MEMORY = (
             "OOM in save_pretrained or save_model after LoRA or full training that went well; save the adapters alone",
         ),
         quotes={
-            "torch/distributed/fsdp/_state_dict_utils.py": (
-                "Failed to clone() tensor with name",
-            ),
-            "torch's CUDACachingAllocator.cpp": (
-                "CUDA out of memory. Tried to allocate",
-            ),
-            "an older PyTorch": (
-                "1EB memory",
-            ),
+            "torch/distributed/fsdp/_state_dict_utils.py": ("Failed to clone() tensor with name",),
+            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
+            "an older PyTorch": ("1EB memory",),
         },
         broken=full_state_everywhere,
         fixed=sharded_state,
@@ -286,15 +282,15 @@ MEMORY = (
     ),
     Failure(
         name="memory-activations",
-        title="Out of memory in the first steps, although everything is sharded",
+        title="Out of memory in the first steps, even though everything is sharded",
         why=(
-            "Sharding divides parameters, gradients and the optimizer's state, but not the rest. Activations grow "
-            "with the batch and the sequence length, and the logits with the vocabulary. Each unit is all-gathered in "
-            "full on every rank, and Adam's state is only allocated in the first step."
+            "Sharding divides the parameters, the gradients and the optimizer's state, but not the rest. Activations "
+            "grow with the batch and the sequence length, and the logits with the vocabulary. Each unit is "
+            "all-gathered in full on every rank, and Adam's state isn't allocated until the first step."
         ),
         tell=(
-            "Halve the batch per rank: does it fit? `torch.cuda.max_memory_allocated()` after forward, backward and "
-            "step says which of the three is to blame."
+            "Halve the batch per rank, and see whether it fits. `torch.cuda.max_memory_allocated()` after forward, "
+            "backward and step shows which of the three is to blame."
         ),
         fix=(
             "Use activation checkpointing for each block, a smaller micro-batch with accumulation, a loss computed in "
@@ -323,19 +319,13 @@ MEMORY = (
                 "torch.OutOfMemoryError",
                 "OutOfMemoryError",
             ),
-            "torch's CUDABlas.cpp": (
-                "CUBLAS_STATUS_ALLOC_FAILED",
-            ),
+            "torch's CUDABlas.cpp": ("CUBLAS_STATUS_ALLOC_FAILED",),
             "an older PyTorch": (
                 "torch.cuda.OutOfMemoryError",
                 "HIP out of memory",
             ),
-            "cuDNN": (
-                "CUDNN_STATUS_ALLOC_FAILED",
-            ),
-            "CUDA": (
-                "CUDA error: out of memory",
-            ),
+            "cuDNN": ("CUDNN_STATUS_ALLOC_FAILED",),
+            "CUDA": ("CUDA error: out of memory",),
         },
         broken=keep_activations,
         fixed=recompute_activations,

@@ -121,15 +121,15 @@ def one_number() -> Numbers:
 OUTSIDE = (
     Failure(
         name="wrong-unwrapped-module",
-        title="Each rank trains a model of its own",
+        title="Each rank trains its own model",
         why=(
             "DDP reduces gradients in hooks that the wrapper's forward prepares. `model.module(batch)`, or an earlier "
-            "`model = model.module`, bypasses the wrapper: no gradient is sent, and no error is raised."
+            "`model = model.module`, bypasses the wrapper, so no gradients are sent, and no error is raised."
         ),
         tell="If you delay one rank, the others don't wait for it. After a step, the ranks' parameters differ.",
         fix=(
-            "Call the wrapper in training: `loss = model(batch)`. `model.module` is for saving, and for an evaluation "
-            "on one rank."
+            "Call the wrapper in training: `loss = model(batch)`. Use `model.module` only to save, or to evaluate on "
+            "one rank."
         ),
         numbers=(
             "parameters and gradients differ from rank to rank under DDP",
@@ -169,15 +169,15 @@ OUTSIDE = (
         title="Expected to mark a variable ready only once",
         why=(
             "DDP counts each parameter's gradient once per backward. Reentrant activation checkpointing starts a "
-            "second backward inside the first, which DDP's search for unused parameters didn't see; a module that's "
-            "used twice has the same effect."
+            "second backward inside the first, and DDP's search for unused parameters doesn't know about it. Using a "
+            "module twice has the same effect."
         ),
         tell=(
             "It happens with `use_reentrant=True`, the old default of transformers' gradient checkpointing, but not "
             "without checkpointing. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names the parameter."
         ),
         fix=(
-            "`checkpoint(layer, x, use_reentrant=False)`; in transformers "
+            "Use `checkpoint(layer, x, use_reentrant=False)`. In transformers, pass "
             "`gradient_checkpointing_kwargs={'use_reentrant': False}`."
         ),
         messages=("Expected to mark a variable ready only once",),
@@ -210,17 +210,17 @@ OUTSIDE = (
         name="crash-no-sharding-strategy",
         title="Sharding propagation failed: an operation that DTensor doesn't know",
         why=(
-            "An operation on a sharded parameter or gradient has to say how it works on shards. Rare ones don't, for "
-            "example in logged statistics, a custom optimizer, or an initialization."
+            "DTensor needs a rule for how each operation works on shards, and rare operations don't have one. They "
+            "turn up in logged statistics, custom optimizers and initialization code."
         ),
-        tell="The message names the operation, which begins with `aten.`. The same line works before `fully_shard`.",
+        tell="The message names the operation, which starts with `aten.`. Before `fully_shard`, the same line works.",
         fix=(
             "If the operation is elementwise, apply it to the shard, `parameter.to_local()`. Otherwise, use "
             "`parameter.full_tensor()` on every rank."
         ),
         messages=("Sharding propagation failed for",),
         behavior=(
-            "an optimizer or a log of statistics fails on DTensor parameters",
+            "an optimizer step or logging code fails on DTensor parameters",
             (
                 "an operator isn't supported by DTensor; NotImplementedError in the optimizer's step, in init or in a "
                 "custom kernel"
@@ -228,9 +228,7 @@ OUTSIDE = (
             "a fused or custom optimizer (8-bit Adam, Adafactor, Shampoo) fails on DTensors",
         ),
         quotes={
-            "a run on the CPU": (
-                "'DTensor' object has no attribute",
-            ),
+            "a run on the CPU": ("'DTensor' object has no attribute",),
             "torch/distributed/tensor/_sharding_prop.py": (
                 "does not have a sharding strategy registered",
                 "does not have a sharding strategy",
@@ -245,17 +243,17 @@ OUTSIDE = (
         name="crash-dtype-mismatch",
         title="mat1 and mat2 must have the same dtype",
         why=(
-            "Weights are in bf16 and an input is in fp32, or the reverse. `MixedPrecisionPolicy` casts the inputs of "
-            "a unit's forward; it doesn't cast where the model was converted by hand, or where a layer gets its input "
-            "from outside the unit's forward."
+            "The weights are in bf16 and an input is in fp32, or the other way around. `MixedPrecisionPolicy` casts "
+            "the inputs of a unit's forward. It doesn't help if you converted the model by hand, or if a layer gets "
+            "its input from outside the unit's forward."
         ),
         tell=(
-            "Print `x.dtype` and `layer.weight.dtype` in the line that fails. An adapter, a norm in fp32 or a value "
+            "Print `x.dtype` and `layer.weight.dtype` on the line that fails. An adapter, a norm in fp32 or a value "
             "head is often the culprit."
         ),
         fix=(
-            "Keep the model in fp32 and compute in bf16: `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`; for a "
-            "single odd layer `layer(x.to(layer.weight.dtype))`."
+            "Keep the model in fp32 and compute in bf16: `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. If only "
+            "one layer differs, cast its input: `layer(x.to(layer.weight.dtype))`."
         ),
         messages=("mat1 and mat2 must have the same dtype, but got Float and BFloat16",),
         behavior=(
@@ -285,19 +283,13 @@ OUTSIDE = (
                 "Input type (c10::Half) and bias type",
                 "not implemented for 'Half'",
             ),
-            "torch's flash attention": (
-                "FlashAttention only support fp16 and bf16 data type",
-            ),
-            "torch's LinearAlgebra.cpp": (
-                "expected mat1 and mat2 to have the same dtype",
-            ),
+            "torch's flash attention": ("FlashAttention only support fp16 and bf16 data type",),
+            "torch's LinearAlgebra.cpp": ("expected mat1 and mat2 to have the same dtype",),
             "torch's Convolution.cpp": (
                 "Input type (torch.cuda.FloatTensor) and weight type",
                 "Input type (torch.cuda.HalfTensor) and weight type",
             ),
-            "an older PyTorch": (
-                "for scaled_dot_product_attention to have the same dtype",
-            ),
+            "an older PyTorch": ("for scaled_dot_product_attention to have the same dtype",),
         },
         broken=feed_fp32_into_bf16,
         fixed=let_the_policy_cast,
@@ -308,11 +300,14 @@ OUTSIDE = (
         name="memory-graph-kept",
         title="Memory grows with every batch of an evaluation",
         why=(
-            "Without `torch.no_grad()`, a forward keeps its activations for a backward. Adding the loss itself to a "
-            "total keeps every batch's graph, with all its tensors, until the total is gone."
+            "Without `torch.no_grad()`, a forward keeps its activations for a backward. If you add the loss tensor to "
+            "a running total, the total keeps every batch's graph, with all its tensors, for as long as it exists."
         ),
-        tell="`total.grad_fn` isn't None; memory grows by the same amount per batch, and it runs out in evaluation.",
-        fix="`with torch.no_grad():` around an evaluation, and `total += loss.detach()` in training.",
+        tell=(
+            "`total.grad_fn` isn't None. Memory grows by the same amount with every batch, and it runs out in "
+            "evaluation."
+        ),
+        fix="Put `with torch.no_grad():` around an evaluation, and write `total += loss.detach()` in training.",
         numbers=(
             "memory grows by the same amount with every batch",
             "GPU memory rises step by step and never falls",
@@ -330,9 +325,7 @@ OUTSIDE = (
             "gathered predictions stay on the GPU during evaluation; eval_accumulation_steps",
         ),
         quotes={
-            "torch's CUDACachingAllocator.cpp": (
-                "CUDA out of memory. Tried to allocate",
-            ),
+            "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
         },
         broken=add_up_losses,
         fixed=add_up_losses_without_graphs,

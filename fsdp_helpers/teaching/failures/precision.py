@@ -132,11 +132,11 @@ PRECISION = (
         why=(
             "bf16 keeps 8 significant bits, so an update below about 1/256 of a weight is rounded away. With a "
             "learning rate of 1e-5, that's nearly every update. `fully_shard` keeps weights, gradients and Adam's "
-            "state in the dtype in which the model was loaded. No error is raised."
+            "state in the dtype that the model was loaded in. No error is raised."
         ),
         tell=(
-            "`next(model.parameters()).dtype` is bf16 where the optimizer sees it. Count the weights that a step "
-            "changes."
+            "The parameters that the optimizer gets are in bf16: print `next(model.parameters()).dtype`. Count how "
+            "many weights a step changes."
         ),
         fix=(
             "Load in fp32, and compute in bf16: `fully_shard(model, "
@@ -162,19 +162,20 @@ PRECISION = (
         name="wrong-fp16-nan",
         title="The loss becomes nan in mixed precision",
         why=(
-            "fp16 ends at 65,504: larger activations, losses and gradients become inf, and inf - inf is nan. Small "
-            "gradients become 0. A `GradScaler` is for the small ones, and skips steps in which a gradient "
-            "overflowed; it must skip on all ranks together. `torch.autocast` on top of a `MixedPrecisionPolicy` "
-            "casts twice."
+            "The largest fp16 number is 65,504. Larger activations, losses and gradients become inf, and inf - inf is "
+            "nan. Small gradients become 0. A `GradScaler` saves the small ones, and it skips steps in which a "
+            "gradient overflowed, which it has to do on all ranks together. `torch.autocast` on top of a "
+            "`MixedPrecisionPolicy` casts twice."
         ),
         tell=(
-            "Check `torch.isfinite` of the loss and of each layer's output, and find the first that's false. In bf16, "
-            "the same step is finite."
+            "Check the loss and each layer's output with `torch.isfinite`, and find the first one that isn't finite. "
+            "In bf16, the same step is finite."
         ),
         fix=(
-            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`: bf16 has fp32's range. If it must be fp16, use "
-            "`torch.amp.GradScaler`, which finds an inf in any rank's shard, and no `autocast`. *Attempting to "
-            "unscale FP16 gradients*: the trained parameters are fp16 themselves; load them in fp32."
+            "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, since bf16 has the same range as fp32. If you "
+            "have to use fp16, use `torch.amp.GradScaler`, which finds an inf in any rank's shard, and leave out "
+            "`autocast`. If you see *Attempting to unscale FP16 gradients*, the trained parameters are in fp16, so "
+            "load them in fp32."
         ),
         numbers=("the loss is nan or inf after a few steps with fp16, GradScaler or autocast",),
         behavior=(
@@ -213,14 +214,15 @@ PRECISION = (
         name="crash-uniform-dtype",
         title="FSDP expects uniform original parameter dtype",
         why=(
-            "A unit's trained parameters are all-gathered and reduced in one buffer, so they need the same dtype. "
-            "Adapters in fp32 on a trained base in bf16 have two. FSDP1 says *Must flatten tensors with uniform "
-            "dtype*, for frozen parameters too."
+            "A unit's trained parameters are all-gathered and reduced in one buffer, so they all need the same dtype. "
+            "Adapters in fp32 on a trained base in bf16 break that rule. FSDP1 says *Must flatten tensors with "
+            "uniform dtype*, and it checks frozen parameters, too."
         ),
         tell="`{p.dtype for p in model.parameters() if p.requires_grad}` has two elements.",
         fix=(
-            "`model.float()` before `fully_shard`, and `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` to compute "
-            "in bf16; or make the adapters separate units. QLoRA: `bnb_4bit_quant_storage=torch.bfloat16`."
+            "Call `model.float()` before `fully_shard`, and pass `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` "
+            "to compute in bf16. Or make the adapters separate units. With QLoRA, set "
+            "`bnb_4bit_quant_storage=torch.bfloat16`."
         ),
         messages=("FSDP expects uniform original parameter dtype but got",),
         behavior=(
@@ -240,9 +242,7 @@ PRECISION = (
                 "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32",
                 "Cannot flatten integer dtype tensors",
             ),
-            "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": (
-                "FSDP expects uniform reduce dtype but got",
-            ),
+            "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": ("FSDP expects uniform reduce dtype but got",),
             "an older PyTorch": (
                 "Integer parameters are unsupported",
                 "Must flatten tensors with uniform dtype but got torch.float16 and torch.float32",

@@ -168,9 +168,7 @@ RECIPES = (
             "scheduler.step is called per process, per micro-batch or per epoch by mistake",
         ),
         quotes={
-            "a run on the CPU": (
-                "Detected call of `lr_scheduler.step()` before `optimizer.step()`",
-            ),
+            "a run on the CPU": ("Detected call of `lr_scheduler.step()` before `optimizer.step()`",),
         },
         broken=step_per_micro_batch,
         fixed=step_with_the_optimizer,
@@ -229,7 +227,7 @@ RECIPES = (
         ),
         tell="Print `torch.rand(1)` and `numpy.random.rand()` on each rank and in each worker.",
         fix=(
-            "After the model is built, call `torch.manual_seed(seed + rank)`, or with accelerate "
+            "After the model is built, call `torch.manual_seed(seed + rank)` or, with accelerate, "
             "`accelerate.utils.set_seed(seed, device_specific=True)`. Pass the loader a `worker_init_fn` that seeds "
             "NumPy from `torch.initial_seed()`."
         ),

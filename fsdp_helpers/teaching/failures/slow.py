@@ -207,7 +207,7 @@ def half_of_the_tokens() -> Numbers:
 
 
 def count_copied_gradients(model: nn.Module) -> Numbers:
-    """Return how many of DDP's warnings about strides a backward gives; each is for a gradient that is copied."""
+    """Return how many warnings about strides DDP gives in one backward: one for each gradient that it copies."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(gray_images()).square().mean().backward()
@@ -215,7 +215,7 @@ def count_copied_gradients(model: nn.Module) -> Numbers:
 
 
 def gray_images() -> Tensor:
-    """Return images with one channel, which comes last in memory."""
+    """Return images with one channel, in the format that stores channels last."""
     return images(16).reshape(2, 1, 8, 8).to(memory_format=torch.channels_last)
 
 
@@ -250,7 +250,7 @@ SLOW = (
         name="slow-gather-every-micro-batch",
         title="Accumulation over four micro-batches makes the network four times as busy",
         why="Each micro-batch is a forward and a backward, and each all-gathers every unit again.",
-        tell="Count the all-gathers of one step: they grow with the number of micro-batches.",
+        tell="Count the all-gathers of one step: their number grows with the number of micro-batches.",
         fix=(
             "Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
             "`model.set_reshard_after_backward(is_last)` for each micro-batch."
@@ -273,10 +273,12 @@ SLOW = (
             "The logits of a chunk are computed by calling the head. If the head is a unit, each call all-gathers it, "
             "and so does each recomputation in backward."
         ),
-        tell="Count the all-gathers of one step with 1 chunk and with 4: they grow with the chunks.",
+        tell=(
+            "Count the all-gathers of one step with 1 chunk and with 4: their number grows with the number of chunks."
+        ),
         fix=(
-            "Leave the head to the root, `fully_shard(model)` without `fully_shard(model.head)`: the root stays "
-            "unsharded from forward to backward."
+            "Leave the head in the root unit: call `fully_shard(model)`, but not `fully_shard(model.head)`. The root "
+            "stays unsharded from forward to backward."
         ),
         numbers=("the number of all-gathers grows with the number of chunks in a chunked loss",),
         broken=head_as_a_unit,
@@ -287,11 +289,11 @@ SLOW = (
         name="slow-many-units",
         title="Each step has hundreds of small collectives",
         why=(
-            "If every linear layer is a unit, each all-gathers separately. A collective costs its latency however "
-            "small it is, and the peak hardly falls any further."
+            "If every linear layer is a unit, each one all-gathers separately. A collective costs its latency, "
+            "however small it is, and the peak hardly falls any further."
         ),
-        tell="Count the collectives of one step; compare the largest unit with the mean.",
-        fix="One unit per block: `for block in model.blocks: fully_shard(block)`.",
+        tell="Count the collectives of one step, and compare the largest unit with the average.",
+        fix="Make one unit per block: `for block in model.blocks: fully_shard(block)`.",
         numbers=("hundreds of small collectives in a step",),
         behavior=(
             "FSDP is slower than DDP or than a single GPU",
@@ -307,13 +309,16 @@ SLOW = (
     ),
     Failure(
         name="slow-every-rank-downloads",
-        title="The start takes long, and now and then the data are damaged",
+        title="The start takes a long time, and now and then the data is damaged",
         why=(
-            "Every rank prepares the same folder at the same time: N downloads, and files that one rank reads while a "
-            "different one still writes them."
+            "Every rank prepares the same folder at the same time. That makes N downloads, and one rank reads files "
+            "that another is still writing."
         ),
         tell="The download appears in the log once per rank.",
-        fix="`if rank == 0: download()`, then `dist.barrier()` on all ranks; on several machines, rank 0 of each.",
+        fix=(
+            "Call `if rank == 0: download()`, then `dist.barrier()` on all ranks. On several machines, download on "
+            "one rank of each."
+        ),
         numbers=("a download shows up in the log once per rank",),
         behavior=(
             "the start takes long; a data file is damaged now and then",
@@ -330,9 +335,7 @@ SLOW = (
                 "Dataset not found or corrupted",
                 "FileExistsError: [Errno 17] File exists",
             ),
-            "huggingface_hub": (
-                "429 Client Error: Too Many Requests",
-            ),
+            "huggingface_hub": ("429 Client Error: Too Many Requests",),
         },
         broken=download_on_every_rank,
         fixed=download_on_one_rank,
@@ -358,9 +361,7 @@ SLOW = (
             "too many threads; CPU oversubscription; load average in the hundreds",
         ),
         quotes={
-            "a run on the CPU": (
-                "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",
-            ),
+            "a run on the CPU": ("Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",),
         },
         broken=start_a_thread_per_core,
         fixed=share_the_cores,
@@ -371,7 +372,7 @@ SLOW = (
         title="All ranks wait for the slowest",
         why=(
             "No collective finishes before the last rank joins. If one GPU is too hot, shares its link or its CPU, or "
-            "gets longer sequences, it slows down everyone."
+            "gets longer sequences, it slows everyone down."
         ),
         tell=(
             "Time each rank's forward and backward *without* collectives, or look for the rank that enters each "
@@ -401,9 +402,9 @@ SLOW = (
         ),
         tell="It's only a warning; the results are right. The message has the sizes and strides of the parameter.",
         fix=(
-            "Give model and images the same layout: `model.to(memory_format=torch.channels_last)`. Call "
-            "`.contiguous()` after the `transpose` or `permute` that feeds the layer; or set "
-            "`gradient_as_bucket_view=False`; or ignore the warning."
+            "Give the model and the images the same layout: `model.to(memory_format=torch.channels_last)`. Call "
+            "`.contiguous()` after the `transpose` or `permute` that feeds the layer. Or set "
+            "`gradient_as_bucket_view=False`, or ignore the warning."
         ),
         behavior=("a warning about strides under DDP; this is not an error, but may impair performance",),
         quotes={

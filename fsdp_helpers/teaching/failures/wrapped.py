@@ -165,7 +165,7 @@ def two_layers() -> Numbers:
 
 
 def adapted() -> nn.Sequential:
-    """Return a frozen model with one layer that is trained."""
+    """Return a frozen model with one trained layer."""
     model = small_model().requires_grad_(False)
     model[2].requires_grad_(True)
     return model
@@ -217,14 +217,14 @@ WRAPPED = (
         title="FSDP1 is expected to be in FORWARD_BACKWARD, but the current state is IDLE",
         why=(
             "FSDP1 expects one forward and then one backward through each unit, and it puts its hooks on the tensors "
-            "that it finds in a unit's outputs. An object of a class of your own hides them. A unit whose output the "
-            "loss doesn't use, two forwards before a backward, a forward under `inference_mode`, or a forward that "
-            "failed and was retried breaks the order."
+            "that it finds in a unit's outputs. It doesn't find them in an object of a class of your own. The order "
+            "also breaks if the loss doesn't use a unit's output, if there are two forwards before a backward, if a "
+            "forward runs under `inference_mode`, or if a forward failed and was retried."
         ),
         tell=(
-            "Leave out the object around the outputs, the second forward, the frozen or unused branch, or "
-            "`auto_find_batch_size`, and see whether the error goes away. The first error in the log may be an out of "
-            "memory error that something caught."
+            "Remove the object around the outputs, the second forward, the frozen or unused branch, or "
+            "`auto_find_batch_size`, and see whether the error goes away. The first error in the log may be an "
+            "out-of-memory error that was caught."
         ),
         fix=(
             "Return tensors, or a tuple, a dictionary or a dataclass of tensors. Run one forward for each backward, "
@@ -257,22 +257,14 @@ WRAPPED = (
                 "The `grad_fn` is needed to access the `AccumulateGrad` and register the post-backward hook",
                 "HandleTrainingState.IDLE",
             ),
-            "torch/distributed/fsdp/_exec_order_utils.py": (
-                "Forward order differs across ranks",
-            ),
+            "torch/distributed/fsdp/_exec_order_utils.py": ("Forward order differs across ranks",),
             "torch/distributed/fsdp/_unshard_param_utils.py": (
                 "Cannot manually unshard parameters during forward/backward",
                 "Expects the handle training to be IDLE",
             ),
-            "torch's TensorImpl.cpp": (
-                "Cannot set version_counter for inference tensor",
-            ),
-            "torch/distributed/fsdp/_flat_param.py": (
-                "Expects storage to be allocated",
-            ),
-            "fairscale#1134": (
-                "assert self.has_full_params",
-            ),
+            "torch's TensorImpl.cpp": ("Cannot set version_counter for inference tensor",),
+            "torch/distributed/fsdp/_flat_param.py": ("Expects storage to be allocated",),
+            "fairscale#1134": ("assert self.has_full_params",),
         },
         broken=return_an_object,
         fixed=return_a_dictionary,
@@ -344,16 +336,12 @@ WRAPPED = (
             "weight decay or learning rate groups by name don't work under FSDP; no parameter matches",
         ),
         quotes={
-            "a run on the CPU": (
-                "_fsdp_wrapped_module._flat_param",
-            ),
+            "a run on the CPU": ("_fsdp_wrapped_module._flat_param",),
             "torch/distributed/fsdp/_flat_param.py": (
                 "with an empty parameter list",
                 "`params` were not found in",
             ),
-            "pytorch-lightning": (
-                "The optimizer does not seem to reference any FSDP parameters",
-            ),
+            "pytorch-lightning": ("The optimizer does not seem to reference any FSDP parameters",),
         },
         broken=choose_flat_parameters,
         fixed=choose_original_parameters,
@@ -364,9 +352,9 @@ WRAPPED = (
         name="crash-accumulation-flag",
         title="Accumulation ends inside no_sync, or the flag is set too late",
         why=(
-            "`no_sync`, or `require_backward_grad_sync`, is read in the *forward* as well. If the last micro-batch's "
-            "forward is still inside it, its gradients aren't reduced. With DDP, the ranks drift apart without an "
-            "error; with FSDP1, the full gradients don't match the shards' shapes in `step`."
+            "`no_sync` and `require_backward_grad_sync` also matter in the *forward*. If the last micro-batch's "
+            "forward is still inside `no_sync`, its gradients aren't reduced. With DDP, the ranks drift apart without "
+            "an error. With FSDP1, the full gradients don't match the shards' shapes in `step`."
         ),
         tell=(
             "With one micro-batch per step, the numbers are right. Compare `p.grad` across ranks after the last "
@@ -387,24 +375,14 @@ WRAPPED = (
             ),
         ),
         quotes={
-            "a run on the CPU": (
-                "attempting to assign a gradient of size",
-            ),
+            "a run on the CPU": ("attempting to assign a gradient of size",),
             "torch's ForeachUtils.h": (
                 "Tensors of the same index must be on the same device and the same dtype except `step` tensors",
             ),
-            "torch/distributed/fsdp/_flat_param.py": (
-                "Expects `.grad` to be the unsharded gradient in `no_sync()`",
-            ),
-            "torch/distributed/fsdp/_runtime_utils.py": (
-                "Shape mismatch when accumulating gradients",
-            ),
-            "build-nanogpt PR #30": (
-                "require_backward_grad_sync",
-            ),
-            "an older PyTorch": (
-                "assigned grad has data of a different size",
-            ),
+            "torch/distributed/fsdp/_flat_param.py": ("Expects `.grad` to be the unsharded gradient in `no_sync()`",),
+            "torch/distributed/fsdp/_runtime_utils.py": ("Shape mismatch when accumulating gradients",),
+            "build-nanogpt PR #30": ("require_backward_grad_sync",),
+            "an older PyTorch": ("assigned grad has data of a different size",),
         },
         broken=accumulate_without_an_end,
         fixed=reduce_the_last,
@@ -416,7 +394,7 @@ WRAPPED = (
         title="A view is being modified in place under FSDP or a backward hook",
         why=(
             "FSDP's hooks turn a unit's inputs (FSDP2), or its parameters (FSDP1), into views. An `inplace=True` "
-            "activation at the start of a unit, or `+=` on a parameter or on a part of an output, then writes into a "
+            "activation at the start of a unit, or `+=` on a parameter or on part of an output, then writes into a "
             "view."
         ),
         tell="The operation in the traceback ends in an underscore, or is `+=`, `*=` or `nn.ReLU(inplace=True)`.",
@@ -479,11 +457,11 @@ WRAPPED = (
     ),
     Failure(
         name="crash-compile-and-fsdp",
-        title="torch.compile around, or under, FSDP",
+        title="torch.compile around or inside FSDP",
         why=(
-            "FSDP's hooks unshard and reshard parameters, which the compiler can't trace: it breaks the graph there "
-            "(an error with `fullgraph=True`), or fails on a `.data` that changes. With FSDP1's flat parameters, none "
-            "of the tensors stays the same."
+            "FSDP's hooks unshard and reshard parameters, which the compiler can't trace. It breaks the graph there "
+            "(with `fullgraph=True`, that's an error), or it fails because a `.data` has changed. With FSDP1's flat "
+            "parameters, all the tensors change."
         ),
         tell="Without `torch.compile`, it runs. `TORCH_LOGS=graph_breaks` prints where the graph breaks.",
         fix=(
@@ -514,9 +492,7 @@ WRAPPED = (
                 "torch._inductor",
                 "InductorError",
             ),
-            "an older PyTorch": (
-                "hit config.cache_size_limit",
-            ),
+            "an older PyTorch": ("hit config.cache_size_limit",),
         },
         broken=compile_all,
         fixed=compile_each_layer,
