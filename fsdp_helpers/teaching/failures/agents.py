@@ -388,7 +388,7 @@ AGENTS = (
             "[10](10_many_machines.ipynb) lists all the ways that a job can end."
         ),
         behavior=(
-            "two runs write into the same folder; ranks of a killed torchrun still train",
+            "two runs write to the same folder; ranks of a killed torchrun still train",
             "GPU memory stays in use after Ctrl-C or kill; zombie or orphan processes of the last run",
             "old processes keep training after torchrun was killed",
         ),

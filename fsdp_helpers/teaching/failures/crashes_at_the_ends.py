@@ -317,7 +317,6 @@ CRASHES_AT_THE_ENDS = (
             "torch's Exceptions": ("torch.distributed.DistBackendError",),
             "torch's TCPStore.cpp": (
                 "Stop_waiting response is expected",
-                "Connection closed by remote peer",
                 "ECONNRESET",
             ),
             "torch's NCCLUtils.cpp": (
@@ -338,6 +337,7 @@ CRASHES_AT_THE_ENDS = (
                 "Interrupted system call",
             ),
             "NCCL": (
+                "Connection closed by remote peer",
                 "socketProgressOpt: Call to recv from",
                 "failed : Connection reset by peer",
                 "socketProgress: Connection closed by remote peer",

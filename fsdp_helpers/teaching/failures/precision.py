@@ -235,7 +235,6 @@ PRECISION = (
         quotes={
             "a run on the CPU": (
                 "Must flatten tensors with uniform dtype but got",
-                "FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}",
                 "Only Tensors of floating point and complex dtype can require gradients",
             ),
             "torch/distributed/fsdp/_flat_param.py": (
