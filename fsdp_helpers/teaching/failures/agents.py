@@ -64,7 +64,7 @@ STEPS = """
 import pathlib, time
 for step in range({num_steps}):
     pathlib.Path("step").write_text(str(step))
-    time.sleep(0.1)
+    time.sleep(0.5)
 """
 
 

@@ -378,7 +378,7 @@ BRANCHES = (
     ),
     Failure(
         name="memory-after-oom",
-        title="After running out of memory once, every later step takes more memory and trains wrongly",
+        title="Once a step has run out of memory, every later step takes more memory and trains wrongly",
         why=(
             "An exception in the middle of backward leaves the units unsharded. If you catch it and go on to the next "
             "batch, they stay that way: each rank holds full parameters and full gradients, and doesn't reduce them. "

@@ -316,7 +316,7 @@ SLOW = (
         ),
         tell="The download appears in the log once per rank.",
         fix=(
-            "Call `if rank == 0: download()`, then `dist.barrier()` on all ranks. On several machines, download on "
+            "Write `if rank == 0: download()`, then `dist.barrier()` on all ranks. On several machines, download on "
             "one rank of each."
         ),
         numbers=("a download shows up in the log once per rank",),
