@@ -180,18 +180,28 @@ def waited_in_vain(message: str) -> bool:
 
 @contextmanager
 def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
-    """Within the block, a collective that times out raises SilentRanks, which names the ranks that didn't join."""
-    timeout_s, began_s = timeout_s or LONGEST_WAIT_S, time.monotonic()
+    """Within the block, a collective that times out raises SilentRanks, which names the ranks that didn't join.
+
+    Every rank of the group has to enter the block. Under torchrun, a rank kills the silent ones on its own machine.
+    """
+    timeout_s = timeout_s or LONGEST_WAIT_S
+    agent = os.environ.get("GROUP_RANK")  # the number of this rank's torchrun; `launch` ends its ranks itself
+    processes = gather_over_ranks((agent, os.getpid())) if agent else []
+    began_s = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         if not waited_in_vain(str(error)):
             raise
-        if "GROUP_RANK" in os.environ:  # torchrun ends its ranks if it has lost its rendezvous; they say why first
+        if agent:  # torchrun ends its ranks if it has lost its rendezvous; they say why first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
             raise
+        # torchrun would give a stopped rank another 30 s, or as long as TORCH_ELASTIC_SHUTDOWN_TIMEOUT says.
+        for pid in [pid for rank, (its_agent, pid) in enumerate(processes) if rank in silent and its_agent == agent]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         said = "stopped answering: gone or cut off; check the last output and the machine"
         if time.monotonic() - began_s >= timeout_s:  # else the connection broke before anyone could wait that long
             said = (
