@@ -198,7 +198,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
             raise
-        # torchrun would give a stopped rank another 30 s, or as long as TORCH_ELASTIC_SHUTDOWN_TIMEOUT says.
+        # torchrun itself would wait 30 s for a stopped rank to end.
         for pid in [pid for rank, (its_agent, pid) in enumerate(processes) if rank in silent and its_agent == agent]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

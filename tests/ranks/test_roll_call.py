@@ -67,7 +67,7 @@ def test_a_connection_that_breaks_at_once_is_no_time_out(waited_s, said, monkeyp
 
 
 def test_under_torchrun_a_silent_rank_of_the_same_machine_is_killed_at_once(monkeypatch):
-    """torchrun would wait for it, up to as long as TORCH_ELASTIC_SHUTDOWN_TIMEOUT says; 10 recommends 300 s."""
+    """torchrun itself would wait 30 s for it."""
     here, elsewhere = (subprocess.Popen(workers.SLEEPER) for _ in range(2))
     monkeypatch.setenv("GROUP_RANK", "0")
     monkeypatch.setattr(group, "gather_over_ranks", lambda own: [own, ("0", here.pid), ("1", elsewhere.pid)])
@@ -78,11 +78,12 @@ def test_under_torchrun_a_silent_rank_of_the_same_machine_is_killed_at_once(monk
     try:
         with pytest.raises(group.SilentRanks, match="ranks 1, 2 stopped answering"), group.silent_ranks_named(4.0):
             raise RuntimeError("gloo: Connection closed by peer")
-        assert here.wait(timeout=60) == -signal.SIGKILL
+        assert here.wait(timeout=20) == -signal.SIGKILL
         assert elsewhere.poll() is None  # its number may be another process's here
     finally:
-        elsewhere.kill()
-        elsewhere.wait()
+        for process in (here, elsewhere):
+            process.kill()
+            process.wait()
         signal.signal(signal.SIGTERM, heeds_sigterm)
 
 
