@@ -127,8 +127,8 @@ class Llama(nn.Module):
     """A language model: token IDs (N, length) -> logits (N, length, vocabulary) or, given targets, the summed loss.
 
     The loss is computed inside forward, while FSDP has the head unsharded, so `loss` may process the tokens in chunks.
-    If several documents are packed into one sequence, `documents` (N, length) says which one each token belongs to, and
-    a token attends only to its own document.
+    If several documents are packed into one sequence, `documents` (N, length) gives the document of each token, and a
+    token attends only to its own document.
     """
 
     def __init__(self, shape: LlamaShape) -> None:

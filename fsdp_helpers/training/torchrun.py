@@ -83,7 +83,7 @@ def _check_place(place: Place) -> None:
 
 
 def _check_restarts() -> None:
-    """Refuse restarts that reuse torchrun's store: it keeps dead ranks' addresses, and gloo would try to connect to them."""
+    """Raise ValueError if restarts reuse torchrun's store, whose addresses of dead ranks gloo would try to reach."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
