@@ -35,7 +35,7 @@ class InPlace:
 
 
 def follow_edits() -> None:
-    """In a notebook, from now on, forget edited modules in its folder before each cell, so that imports reload them.
+    """In a notebook, forget edited modules in its folder before each cell from now on, so that imports reload them.
 
     Python imports a module only once. A rank is a new process and sees every edit, but the kernel keeps the old module,
     and `from my_worker import second` would fail if a later %%writefile had added `second`.

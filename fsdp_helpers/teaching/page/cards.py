@@ -134,7 +134,7 @@ def shorten_stack(text: str) -> str:
 
 
 def sentences(message: str) -> str:
-    """Return DETAIL's message as one line per rank, with its fingerprints reduced to the fields that ranks compare."""
+    """Return the DETAIL debug level's message as one line per rank, with just the fields that ranks compare."""
     return (
         re.sub(r", TensorDtypes.*?\(nullopt\)\)\)", ")", message).replace(", but", ",\nbut").replace(".Coll", ".\nColl")
     )
