@@ -190,7 +190,7 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     `foreach`). Ranks that saved a random state get it back; additional ranks get random streams that no rank has drawn
     from yet. Tensors in `extra` come back in host memory.
 
-    Raises CheckpointError if there's no complete checkpoint, or if it's of a different model.
+    Raises CheckpointError if there's no complete checkpoint, or if it belongs to a different model.
     """
     path = find_newest(Path(folder)) or Path(folder)
     checkpoint = read_checkpoint(path)

@@ -92,7 +92,7 @@ def _check_restarts() -> None:
         )
 
 
-def speaks() -> bool:
+def reports_bad_input() -> bool:
     """Return True if this process should report bad input: if it's the only process, or rank 0."""
     return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
 
