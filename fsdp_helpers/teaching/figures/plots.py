@@ -255,7 +255,7 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
     shortest_s, longest_s = zip(*(step_range_s(unlimited_s, one_s) for one_s in network_s), strict=True)
     color = STRATEGY_COLORS["ddp"]
     with figure_style():
-        fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 3.4), layout="constrained")
         ax.plot(bandwidths, milli([row["step_s"] for row in limited]), "o", color=TEXT_COLOR, label="measured")
         ax.fill_between(between, milli(shortest_s), milli(longest_s), color=color, alpha=0.15, label=BAND)
         ax.plot(between, milli(network_s), "--", color=color, label="sent bytes / bandwidth")
@@ -268,7 +268,7 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
         ax.yaxis.set_minor_locator(NullLocator())
         measured_s = dict(zip(bandwidths, [row["step_s"] for row in limited], strict=True))
         ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, between two machines"))
-        ax.legend(loc="upper right")
+        fig.legend(loc="outside lower left", ncols=2)
     return fig, ax
 
 
