@@ -131,7 +131,7 @@ class TrainConfig:
         None, "llama: after training, print how the model continues this text", placeholder="TEXT"
     )
     export: str | None = setting(
-        None, "llama: after training, write the model to the new folder DIR, in Hugging Face's layout"
+        None, "llama: after training, write the model to the new folder DIR, in Hugging Face format"
     )
     checkpoint_dir: str | None = setting(None, "save the run's state in DIR after the last step")
     checkpoint_every: int | None = setting(None, "also save after every N steps", at_least_one=True)

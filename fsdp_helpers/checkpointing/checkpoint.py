@@ -265,7 +265,7 @@ def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str,
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the nested dicts `tree` with each leaf's value at its path in `found`; other leaves are left out."""
+    """Return the nested dicts `tree` with the leaves' values from `found`, by path; other leaves are left out."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

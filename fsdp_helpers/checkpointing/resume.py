@@ -103,7 +103,7 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """An object that saves a run's full state as it trains, and loads it. Without a folder, it does nothing."""
+    """A saver and loader of a run's full state. Without a folder, it does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank

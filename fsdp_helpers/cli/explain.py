@@ -146,7 +146,7 @@ def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 @cache
 def words_of(text: str) -> frozenset[str]:
-    """Return a text's words without endings, and its pairs of neighbors; numbers and very common words are left out."""
+    """Return a text's stems and its pairs of neighboring words; numbers and very common words are left out."""
     words = [SAME.get(word, word) for word in map(stem, WORD.findall(text.lower())) if word not in COMMON]
     return frozenset(words) | {f"{one} {next_one}" for one, next_one in pairwise(words)}
 

@@ -472,7 +472,7 @@ def _paste_lines(
 
 
 def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
-    """Return the words of a command that makes `plan`, a changed version of the plan that `options` describe."""
+    """Return the words of a command that makes `plan`, which differs from the plan that `options` describe."""
     words = ["python", "-m", "fsdp_helpers", "plan"]
     for name in ("model", "config"):
         words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []

@@ -1,4 +1,4 @@
-"""Record a rank's collectives: the kind of each, its bytes, the bytes that the rank sends for it, and its times."""
+"""Record a rank's collectives: their kinds, their sizes, the bytes that the rank sends, and their times."""
 
 import threading
 import time

@@ -43,7 +43,7 @@ class Rotary(nn.Module):
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies as Llama 3.1 changes them for longer contexts: low ones are scaled down."""
+    """Return the frequencies with low ones scaled down for longer contexts, as in Llama 3.1."""
     turns = frequencies * scaling.original_context / (2 * math.pi)  # within the first training phase's context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Say in a sentence whether a plan fits, find changes that make it fit, and find the fastest plan. No torch import."""
+"""State whether a plan fits, find changes that make it fit, and find the fastest plan. No torch import."""
 
 from collections.abc import Iterator
 from dataclasses import replace

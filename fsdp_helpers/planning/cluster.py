@@ -117,7 +117,7 @@ class Cluster:
 
     @property
     def node_ranks(self) -> int:
-        """Return the number of ranks in the node that has the most."""
+        """Return the largest number of ranks in any node."""
         return min(self.ranks_per_node, self.world_size)
 
     @property

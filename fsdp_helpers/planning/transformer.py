@@ -62,7 +62,7 @@ def transformer_block_bytes(
 
 
 def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
-    """Return the most bytes in flight in such a block's backward, reached when it enters the hidden layer.
+    """Return the most bytes in flight in an `nn.TransformerEncoderLayer`'s backward, when it enters the hidden layer.
 
     Values per token, where h is the width: the incoming gradient, h; the same gradient after the last mask, h, while
     that mask, h, is freed; and the hidden layer's gradient, 4 h. The gradient of the second weight adds 4 h x h values.

@@ -83,7 +83,7 @@ def _check_place(place: Place) -> None:
 
 
 def _check_restarts() -> None:
-    """Raise ValueError if restarts reuse torchrun's store, whose addresses of dead ranks gloo would try to reach."""
+    """Raise ValueError if restarts would reuse torchrun's store, where gloo would find dead ranks' addresses."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(

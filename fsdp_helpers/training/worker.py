@@ -181,7 +181,7 @@ def config_batches(
 
 @record_function("data")  # traces leave out images that are loaded under this name
 def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's share of the first `config.max_steps` batches, on its device, for a short lesson."""
+    """Return this rank's share of the first `config.max_steps` batches, on its device, for a short run."""
     dataset = load_rank_data(config, rank_device())
     return list(islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps))
 

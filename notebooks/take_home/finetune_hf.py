@@ -463,7 +463,7 @@ class TokenLoss(nn.Module):
         return total
 
     def loss_of(self, output: type, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return a chunk's summed loss, from the model's own forward: some models scale or cap their logits in it."""
+        """Return a chunk's summed loss. The model's forward computes the logits, since some models scale or cap them."""
         decoder = self.model.base_model
         decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         try:
@@ -475,7 +475,7 @@ class TokenLoss(nn.Module):
 
 def read_config(folder: Path) -> transformers.PretrainedConfig:
     if not (folder / "config.json").exists():
-        refuse(f"{folder} has no config.json; give the folder of a model in Hugging Face's layout")
+        refuse(f"{folder} has no config.json; give the folder of a model in Hugging Face format")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except ValueError as error:  # a model that this version doesn't know, or whose code is in its own folder

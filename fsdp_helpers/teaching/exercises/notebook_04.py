@@ -217,7 +217,10 @@ class Block(nn.Module):
 
 
 class Widen(nn.Module):
-    """Repeat the columns. There are no parameters, so the output needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
+    """A layer that repeats columns and has no parameters, so its output needs no gradient.
+
+    (B, WIDTH) -> (B, HOOKED_WIDTH)
+    """
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.repeat(1, -(-HOOKED_WIDTH // WIDTH))[:, :HOOKED_WIDTH]

@@ -87,8 +87,8 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
 def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
     """Run the reader's steps; return each step's passes, reduce-scatters and gradient norms.
 
-    The norms are the one that the reader returns, the accumulated gradient's before and after that call, and one
-    process's.
+    The norms are the one that the reader returns, the accumulated gradient's before and after that call, and the one
+    in a single process.
     """
     add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
     model, plain = shard_net(world_size), build_net()

@@ -407,7 +407,7 @@ def ddp_bytes(step: UnitTrace) -> int:
 
 
 def thinned(times_s: tuple[float, ...], sizes: tuple[int, ...]) -> list[tuple[float, int]]:
-    """Return the memory curve with at most CURVE_POINTS points: the highest of each stretch of time."""
+    """Return the memory curve with at most CURVE_POINTS points: the highest in each interval."""
     kept: dict[int, tuple[float, int]] = {}
     for at_s, size in zip(times_s, sizes, strict=True):
         stretch = int(CURVE_POINTS * at_s / (times_s[-1] or 1))

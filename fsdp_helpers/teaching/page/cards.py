@@ -62,7 +62,7 @@ def saved_card(failure: Failure, seen: str, proven: str) -> str:
 
 
 def documented_card(failure: Failure) -> str:
-    """Return the Markdown of a card that isn't run here: its text, and the source it's from."""
+    """Return the Markdown of a card that isn't run here: its text, and its source."""
     heading = f"### {failure.name}\n\n**{failure.title}.** *From the documentation, not run here.*"
     return f"{heading}\n\n{explanation(failure)}\n\n**Source.** {failure.source}."
 
