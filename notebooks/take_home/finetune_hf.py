@@ -463,7 +463,7 @@ class TokenLoss(nn.Module):
         return total
 
     def loss_of(self, output: type, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return a chunk's summed loss. The model's forward computes the logits, since some models scale or cap them."""
+        """Return a chunk's summed loss. The model's forward computes logits, since some models scale or cap them."""
         decoder = self.model.base_model
         decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         try:
