@@ -44,7 +44,7 @@ def read_message(words: Sequence[str]) -> str:
     """Return the message from the command line or, without one, from a pipe. Raises ValueError if it's empty."""
     text = " ".join(words) if words or sys.stdin.isatty() else sys.stdin.read()
     if not text.strip():
-        raise ValueError("explain: give a message in quotation marks, or pipe output in")
+        raise ValueError("explain: give a message in quotation marks, or pipe one in")
     return text
 
 

@@ -345,7 +345,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     for name, size in rows.items():
         yield f"  {name:<{width}}{format_bytes(size):>8}"
     if plan.host_bytes and cluster.node_ranks == 1 < cluster.world_size:
-        yield "The ranks on a node share its host memory; say how many with --ranks-per-node."
+        yield "The ranks on a node share its host memory; give their number with --ranks-per-node."
     yield ""
     yield from _speed_lines(plan)
 

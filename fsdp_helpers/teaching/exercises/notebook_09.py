@@ -77,7 +77,7 @@ def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
     expect_whole(given)
     expect(given >= 1, f"{says}if not even one image fits, the answer is None")
     spare = _spare(subject, int(given), case)
-    expect(spare >= 0, f"{says}that is {format_bytes(-round(spare))} too much, including the allowance")
+    expect(spare >= 0, f"{says}that's {format_bytes(-round(spare))} too much, including the allowance")
     expect(_spare(subject, int(given) + 1, case) < 0, f"{says}one more image fits, too")
     return int(given)
 

@@ -115,7 +115,7 @@ def launch_readers(worker: Callable, module: str, world_size: int, *arguments: o
     except RankTimeout as error:
         raise NotYet(
             f"on {world_size} ranks, {module}.py doesn't finish: {'; '.join(error.places)}. A collective waits until"
-            " every rank takes part in it",
+            " every rank takes part",
             *HANGS,
         ) from None
 
