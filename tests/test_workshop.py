@@ -9,7 +9,7 @@ from leftovers import PROJECT
 
 NOTEBOOKS = PROJECT / "notebooks"
 TEXT = (NOTEBOOKS / "WORKSHOP.md").read_text()
-LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<file>[^)#\s]*)#?(?P<anchor>(?:[^()\s]|\([^()]*\))*)\)")
+LINK = re.compile(r"\[[^\]]*\]\((?P<file>[^)#\s]*)#?(?P<anchor>(?:[^()\s]|\([^()]*\))*)\)")
 
 
 def headings(path: Path) -> set[str]:
@@ -23,40 +23,27 @@ def headings(path: Path) -> set[str]:
     }
 
 
-def missing_places(text: str, folder: Path) -> list[str]:
-    missing = []
-    for found in LINK.finditer(text):
-        path = folder / found["file"]
-        if not path.exists() or found["anchor"] and unquote(found["anchor"]) not in headings(path):
-            missing.append(found[0])
-    return missing
-
-
-def plans(text: str) -> dict[str, tuple[int, int]]:
-    """Return for each heading that ends in minutes what it promises, and the sum of its table's first column."""
-    found = {}
-    for section in re.split(r"^#{2,3} ", text, flags=re.MULTILINE):
-        title = section.partition("\n")[0]
-        if promised := re.search(r": (\d+) minutes$", title):
-            rows = re.findall(r"^\| (\d+) \|", section, flags=re.MULTILINE)
-            found[title] = int(promised[1]), sum(map(int, rows))
-    return found
-
-
 def test_every_section_that_the_workshop_names_is_there():
-    assert missing_places(TEXT, NOTEBOOKS) == []
+    links = list(LINK.finditer(TEXT))
+    assert [link[0] for link in links if not (NOTEBOOKS / link["file"]).exists()] == []
+    anchored = [link for link in links if link["anchor"]]
+    assert anchored
+    assert [link[0] for link in anchored if unquote(link["anchor"]) not in headings(NOTEBOOKS / link["file"])] == []
 
 
 def test_the_minutes_add_up():
-    found = plans(TEXT)
-    assert len(found) == 4
-    assert {title: pair for title, pair in found.items() if pair[0] != pair[1]} == {}
+    """A heading that ends in minutes promises the sum of its table's first column."""
+    promises = 0
+    for section in re.split(r"^#{2,3} ", TEXT, flags=re.MULTILINE):
+        title = section.partition("\n")[0]
+        if promised := re.search(r": (\d+) minutes$", title):
+            assert int(promised[1]) == sum(map(int, re.findall(r"^\| (\d+) \|", section, flags=re.MULTILINE))), title
+            promises += 1
+    assert promises == 4
 
 
 def test_every_command_exists():
-    targets = set(re.findall(r"`make ([a-z-]+)", TEXT))
-    makefile = (PROJECT / "Makefile").read_text()
+    makefile, front = ((PROJECT / path).read_text() for path in ("Makefile", "fsdp_helpers/__main__.py"))
+    targets, commands = (set(re.findall(rf"{how} ([a-z-]+)", TEXT)) for how in ("`make", "python -m fsdp_helpers"))
     assert {name for name in targets if not re.search(rf"^{name}:", makefile, flags=re.MULTILINE)} == set()
-    front = (PROJECT / "fsdp_helpers" / "__main__.py").read_text()
-    commands = set(re.findall(r"python -m fsdp_helpers ([a-z-]+)", TEXT))
     assert len(commands) >= 3 and {name for name in commands if f'"{name}"' not in front} == set()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, SHARDING, STRATEGIES, TrainConfig, is_sharded, setting
 from fsdp_helpers.planning.cluster import MOST_RANKS, Cluster, require_whole
 from fsdp_helpers.planning.devices import ATTENTION_COST, RECOMPUTED_GAIN, TYPICAL_RANGE, named_device
-from fsdp_helpers.planning.models import Subject
+from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.optimizers import OPTIMIZERS, named_optimizer
 from fsdp_helpers.planning.own_shards import own_state
 from fsdp_helpers.planning.peak import Step, walk_step
@@ -56,7 +56,7 @@ class Settings:
     replicas: int = setting(2, "number of groups for hybrid sharding, each with a full copy of the state")
     precision: str = setting(
         "fp32",
-        "fp32; mixed, with fp32 shards and reductions (bf16; fp16 for devices without bf16, with a scaled loss); or "
+        "fp32; mixed precision with fp32 shards and reductions (bf16, or fp16 with a scaled loss); or "
         "everything in bf16, moments included (pure-bf16)",
         choices=tuple(PRECISIONS),
     )
@@ -245,11 +245,14 @@ class Plan:
         }
 
 
-def make_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan:
-    """Plan `subject` on `cluster`, assuming that devices can offload to a host, and that NCCL's collectives don't copy.
+def make_plan(subject: Subject | str, settings: Settings, cluster: Cluster) -> Plan:
+    """Plan `subject`, or the model with that name, on `cluster`.
 
-    Raises ValueError if the settings can't work on that number of ranks.
+    We assume that devices can offload to a host, and that NCCL's collectives don't copy. Raises ValueError for an
+    unknown name, and if the settings can't work on that number of ranks.
     """
+    if isinstance(subject, str):
+        subject = named_subject(subject)
     settings.check_world_size(cluster.world_size)
     subject.check(settings.batch, settings.precision, settings.activation_checkpointing, settings.loss_chunks)
     config = settings.config()

@@ -94,7 +94,7 @@ def fewest_ranks(
     return best
 
 
-def fewest_that_fit(subject: Subject, settings: Settings, cluster: Cluster, most: int = 2**14) -> int | None:
+def fewest_that_fit(subject: Subject | str, settings: Settings, cluster: Cluster, most: int = 2**14) -> int | None:
     """Return the fewest ranks on which the plan fits, or None if even `most` are too few.
 
     With more ranks, each needs less memory, until padding outweighs the savings. So we double the ranks until the plan

@@ -132,6 +132,14 @@ def test_shards_in_host_memory():
     assert there.sent_bytes == here.sent_bytes
 
 
+def test_a_model_can_be_given_by_its_name():
+    planned = make_plan("vit-b16", SHARDED, cluster())
+    assert planned.peak == make_plan(named_subject("vit-b16"), SHARDED, cluster()).peak
+    assert planned.num_params == 86_567_656  # as in the paper, with a class token and 1,000 classes
+    with pytest.raises(ValueError, match="unknown model 'vit-b17'"):
+        make_plan("vit-b17", SHARDED, cluster())
+
+
 def test_ddp_sends_its_buckets():
     # 4 bytes x 2,016, in one bucket: 2 x 7/8 of it
     plan = make_plan(SUBJECT, Settings(batch=1, strategy="ddp"), cluster())

@@ -89,7 +89,7 @@ def plot_what_fits(
         ax.set_yticks(sizes, [str(size) for size in sizes])
         ax.minorticks_off()
         ax.set(title="A rank's needs fall until only units, activations and buffers are left")
-        ax.legend(handles=lines, loc="upper right")
+        fig.legend(handles=lines, loc="outside lower left", ncols=len(lines))
     return fig, ax
 
 
@@ -98,7 +98,7 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
     variants = list(dict.fromkeys(row.variant for row in rows))
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 3.3), layout="constrained")
         for shift, (model, marker) in enumerate(zip(models, MARKERS, strict=False)):
             for real in (True, False):
                 chosen = [row for row in rows if (row.model, row.real) == (model, real)]
@@ -115,5 +115,5 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
         ax.set_xticks(range(len(variants)), [variant.replace(" ", "\n") for variant in variants])
         finding = errors_within([row.error for row in rows], NEAR)
         ax.set(ylabel="predicted / measured - 1 (%)", title=f"{finding}; gray: {100 * NEAR:.0f}%")
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        fig.legend(loc="outside lower left", ncols=4)
     return fig, ax

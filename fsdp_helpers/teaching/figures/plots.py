@@ -167,7 +167,9 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) 
             ends.append((max(by_ranks), sizes[-1], name))
         last = max(x for x, _, _ in ends)
         for x, y, name in apart(ends):
-            here = {"va": "center"} if x == last else {"ha": "center", "va": "top"}  # else below the line's last marker
+            here = (
+                {"va": "center"} if x == last else {"ha": "center", "va": "top"}
+            )  # otherwise, below the line's last marker
             ax.text(x, y, f"  {name}" if x == last else f"\n{name}", linespacing=0.7, **here)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True, steps=(1, 2, 4, 5, 10)))
         ax.set_xticks(sorted({ranks for by_ranks in peaks.values() for ranks in by_ranks}))
@@ -253,7 +255,7 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
     shortest_s, longest_s = zip(*(step_range_s(unlimited_s, one_s) for one_s in network_s), strict=True)
     color = STRATEGY_COLORS["ddp"]
     with figure_style():
-        fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 3.4), layout="constrained")
         ax.plot(bandwidths, milli([row["step_s"] for row in limited]), "o", color=TEXT_COLOR, label="measured")
         ax.fill_between(between, milli(shortest_s), milli(longest_s), color=color, alpha=0.15, label=BAND)
         ax.plot(between, milli(network_s), "--", color=color, label="sent bytes / bandwidth")
@@ -266,7 +268,7 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
         ax.yaxis.set_minor_locator(NullLocator())
         measured_s = dict(zip(bandwidths, [row["step_s"] for row in limited], strict=True))
         ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, between two machines"))
-        ax.legend(loc="upper right")
+        fig.legend(loc="outside lower left", ncols=2)
     return fig, ax
 
 

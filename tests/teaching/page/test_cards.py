@@ -75,16 +75,13 @@ def test_a_run_that_does_not_fit_its_card_is_not_saved(monkeypatch):
 
 
 def test_the_index_leads_from_what_is_seen_to_every_card():
+    """And the one that is kept in the notebook, which is also the book's page, is that of the tables."""
     text = cards.index().data
     assert all(f"[{name}](#{name})" in text for name in GALLERY)
     assert "| `EADDRINUSE` | [crash-port-in-use](#crash-port-in-use) |" in text
     assert "| `` `FlatParameter` requires uniform `requires_grad` `` | [crash-frozen-flat]" in text
-    assert text.index("**By message**") < text.index("**By behavior**") < text.index("**By number**")
-
-
-def test_each_piece_is_on_the_page_that_a_reader_searches():
-    """11 as it is kept, which is also the book's page: the index that its cell shows is that of the tables."""
-    assert CELLS["index"].outputs[0].data["text/markdown"] == cards.index().data
+    assert CELLS["index"].outputs[0].data["text/markdown"] == text
+    assert SYMPTOMS["hang"] == "it hangs" and SYMPTOMS["crash"] == "it crashes"
 
 
 def test_the_proof_shows_the_fixed_run_and_not_the_right_numbers():
@@ -92,30 +89,23 @@ def test_the_proof_shows_the_fixed_run_and_not_the_right_numbers():
     assert "| fixed, rank 0 | 5 |" in text and "| fixed, rank 1 | 4 |" in text and "| right | 6 |" in text
 
 
-def test_one_rank_right_of_two_is_not_fixed():
-    failure = gallery.find("wrong-sampler-padding")
-    right = failure.right()
-    assert gallery.is_fixed(failure, Seen(numbers=(right, right)))
-    assert not gallery.is_fixed(failure, Seen(numbers=(right, {"images evaluated": 6})))
-
-
-def test_the_symptoms_in_words():
-    assert SYMPTOMS["hang"] == "it hangs" and SYMPTOMS["crash"] == "it crashes"
-    assert all(failure.symptom == name.partition("-")[0] for name, failure in GALLERY.items())
+def evaluated(*images: int) -> tuple[dict[str, int], ...]:
+    return tuple({"images evaluated": number} for number in images)
 
 
 @pytest.mark.parametrize(
     "broken, fixed, verdict",
     [
-        (Seen(numbers=({"images evaluated": 6},)), Seen(numbers=({"images evaluated": 5},)), True),
-        (Seen(numbers=({"images evaluated": 5},)), Seen(numbers=({"images evaluated": 5},)), False),
-        (Seen(numbers=({"images evaluated": 6},)), Seen(error="rank 0 of 2 failed"), False),
+        ((6, 6), Seen(numbers=evaluated(5, 5)), True),
+        ((5, 5), Seen(numbers=evaluated(5, 5)), False),  # the symptom isn't there
+        ((6, 6), Seen(error="rank 0 of 2 failed"), False),
+        ((6, 6), Seen(numbers=evaluated(5, 6)), False),  # one rank of two is fixed
     ],
 )
 def test_a_card_has_five_parts_and_says_whether_it_holds(broken, fixed, verdict, monkeypatch):
     shown = []
     monkeypatch.setattr(cards, "display", lambda part: shown.append(getattr(part, "data", repr(part))))
-    monkeypatch.setattr(gallery, "run_broken", lambda failure: broken)
+    monkeypatch.setattr(gallery, "run_broken", lambda failure: Seen(numbers=evaluated(*broken)))
     monkeypatch.setattr(gallery, "run_fixed", lambda failure: fixed)
     assert cards.card("wrong-sampler-padding") is verdict
     text = "\n".join(shown)
@@ -124,21 +114,12 @@ def test_a_card_has_five_parts_and_says_whether_it_holds(broken, fixed, verdict,
     assert "def count_padded_images" in text and "+mine = range(5)[rank::world_size]" in text
 
 
-def test_words():
-    assert cards.as_text(Seen(error="it failed", last_words="what(): no")) == "it failed\nwhat(): no"
-    assert cards.as_text(Seen(error="x" * 5000)).endswith("x ...")
-
-
 def test_the_last_whole_stack_of_the_main_thread():
     other = '(most recent call first):\n  File "/a/threading.py", line 1 in wait\n\nThread 0x1 '
-    frames = ["torch/c10d.py", "a/wrap.py", "a/b.py", "a/c.py", "a/process.py"]
-    names = ["all_reduce", "wrapper", "f", "g", "run_rank"]
-    whole = "(most recent call first):\n" + "".join(
-        f'  File "/{path}", line {number} in {name}\n'
-        for number, (path, name) in enumerate(zip(frames, names, strict=True))
-    )
-    cut = whole[: whole.index("line 2")]  # the rank was ended meanwhile
-    expected = "all_reduce (c10d.py, line 0), called from f (b.py, line 2), called from g (c.py, line 3)"
-    assert cards.shorten_stack(f"{other}{whole}Timeout!\n{other}{cut}") == expected
+    frames = {"torch/c10d.py": "all_reduce", "a/wrap.py": "wrapper", "a/b.py": "f", "a/process.py": "run_rank"}
+    lines = [f'  File "/{path}", line 7 in {name}\n' for path, name in frames.items()]
+    whole, cut = ("(most recent call first):\n" + "".join(part) for part in (lines, lines[:2]))
+    expected = "all_reduce (c10d.py, line 7), called from f (b.py, line 7), called from run_rank (process.py, line 7)"
+    assert cards.shorten_stack(f"{other}{whole}Timeout!\n{other}{cut}") == expected  # the rank was ended meanwhile
     with pytest.raises(ValueError, match="no complete stack of a rank's main thread"):
         cards.shorten_stack(other)

@@ -1,39 +1,67 @@
-"""Listings: the same code as HTML and as plain text, unwrapped, in colors that every page keeps."""
+"""Listings: the code and nothing else, unwrapped; and what a notebook lists can be copied into a script."""
 
+import ast
 import html
+import importlib
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import nbformat
 import pytest
-from pygments.token import Comment, Keyword, Name, Number, String
+from leftovers import PROJECT
 
-from fsdp_helpers.teaching.page.listings import COLORS, Listing
+from fsdp_helpers.teaching.page import show
+from fsdp_helpers.teaching.page.listings import Listing
 
 CODE = 'def sum_of(values):  # <b> & "quoted"\n    """Adds."""\n\n    return sum(values) if values else 0\n'
-
-
-def shown_text(page: str) -> str:
-    (code,) = re.findall(r"<pre[^>]*>(.*)</pre>", page, re.DOTALL)
-    return html.unescape(re.sub(r"<[^>]+>", "", code))
+LISTING = sorted(path for path in (PROJECT / "notebooks").glob("*.ipynb") if "show.source(" in path.read_text())
+MAGIC = re.compile(r"^[%!].*$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("language, code", [("python", CODE), ("diff", "...\n-    one\n+    two\n same")])
-def test_html_holds_the_code_and_nothing_else(language, code):
-    assert shown_text(Listing(code, "a.py, line 1", language)._repr_html_()) == code.rstrip("\n")
+def test_a_listing_holds_the_code_and_scrolls(language, code):
+    page = Listing(code, "a.py, line 1", language)._repr_html_()
+    ((style, shown),) = re.findall(r'<pre style="([^"]*)"[^>]*>(.*)</pre>', page, re.DOTALL)
+    assert html.unescape(re.sub(r"<[^>]+>", "", shown)) == code.rstrip("\n")
+    assert {"white-space:pre", "overflow-x:auto"} <= set(style.split(";"))
+    assert "var(" not in page  # JupyterLab's sanitizer drops a theme's colors where the notebook was not run here
+    assert repr(Listing(code, "a.py, line 1")) == f"# a.py, line 1\n\n{code}"  # for whatever shows no HTML
 
 
-def test_plain_text_for_whatever_shows_no_html():
-    assert repr(Listing("x = 1\n", "a.py, line 1")) == "# a.py, line 1\n\nx = 1\n"
+def listed(path: Path) -> Iterator[list[object]]:
+    """What each cell of a notebook lists: functions and classes, looked up where the notebook imports them from."""
+    imported = {}
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code" and not cell.source.startswith("%%"):  # a cell for another program, or a file
+            nodes = list(ast.walk(ast.parse(MAGIC.sub("", cell.source))))
+            for node in nodes:
+                if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "fsdp_helpers":
+                    imported |= {alias.asname or alias.name: look_up(node.module, alias.name) for alias in node.names}
+            for node in nodes:
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("show.source", "show.difference"):
+                    yield [eval(ast.unparse(argument), imported) for argument in node.args]
 
 
-def test_lines_are_not_wrapped_and_scroll_by_themselves():
-    (style,) = re.findall(r'<pre style="([^"]*)"', Listing(CODE, "a.py")._repr_html_())
-    assert {"white-space:pre", "overflow-x:auto", "word-break:normal"} <= set(style.split(";"))
+def look_up(module: str, name: str) -> object:
+    """What `from module import name` brings."""
+    found = getattr(importlib.import_module(module), name, None)
+    return importlib.import_module(f"{module}.{name}") if found is None else found
 
 
-def test_colors_need_no_theme():
-    """JupyterLab's sanitizer keeps a plain color and drops `var(--...)` where the notebook was not run here."""
-    page = Listing(CODE, "a.py")._repr_html_()
-    used = re.findall(r'<span style="color:([^"]*)"', page)
-    assert set(used) == {COLORS[kind] for kind in (Keyword, Name.Function, Comment, String, Name.Builtin, Number)}
-    assert all(re.fullmatch(r"#[0-9a-f]{6}", color) for color in used)
-    assert "var(" not in page
+@pytest.mark.parametrize("path", LISTING, ids=lambda path: path.stem)
+def test_what_a_notebook_lists_can_be_copied(path):
+    """It runs where nothing else is defined; no name in it is unknown, imported for nothing, or private and not shown."""
+    shown = set()
+    for objects in listed(path):
+        copied, names = show.source(*objects).code, {"__name__": "copied"}
+        exec(copied, names)
+        shown |= {thing.__name__ for thing in objects}
+        assert {thing.__name__ for thing in objects} <= names.keys()
+        assert set(re.findall(r"(?<![\w.'\"])_[a-z]\w*", copied)) <= shown
+        ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "-"]
+        done = subprocess.run(ruff, input=copied, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    assert shown
