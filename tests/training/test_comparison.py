@@ -21,8 +21,9 @@ from fsdp_helpers.training.comparison import (
 )
 
 # Every strategy, DDP also with its gradients in the buckets, FSDP with both APIs
-ON_CUDA = ["local", "ddp", "ddp, lean"]
-ON_CUDA += [f"{strategy} ({api})" for strategy in STRATEGIES if is_sharded(strategy) for api in APIS]
+WAYS = {name: [f"{name} ({api})" for api in APIS] if is_sharded(name) else [name] for name in STRATEGIES}
+WAYS["ddp"].append("ddp, lean")
+ON_CUDA = [label for labels in WAYS.values() for label in labels]
 ON_CPU = [label for label in ON_CUDA if label != "fsdp-offload (fsdp1)"]
 KEPT = PROJECT / "notebooks" / "reference" / "compare-cpu.json"
 
