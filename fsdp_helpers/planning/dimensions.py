@@ -1,8 +1,8 @@
 """Calculate the bytes that a rank sends in a step along each dimension of a mesh. No torch import.
 
-All functions assume ring collectives, as `collective_sent_bytes` does, and fp32 values unless `value_bytes` says
-otherwise. `tokens` is the number of tokens that the ranks along the dimension process together in a step: the number of
-sequences times their full length.
+All functions assume ring collectives, as `collective_sent_bytes` does, and fp32 values unless you pass `value_bytes`.
+`tokens` is the number of tokens that the ranks along the dimension process together in a step: the number of sequences
+times their full length.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, v
 def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, value_bytes: int = FP32_BYTES) -> int:
     """Return the bytes of the activations sent forward and the gradients sent back: 2 · tokens · width values.
 
-    A stage `at_the_end`, the first or the last, sends only one of the two. The numbers of stages and micro-batches
+    A stage `at_the_end` (the first or the last) sends only one of the two. The numbers of stages and micro-batches
     don't matter. Source: Y. Huang et al. 2018, arXiv:1811.06965.
     """
     return (1 if at_the_end else 2) * tokens * width * value_bytes

@@ -45,7 +45,6 @@ def serve(timeout_s: float, rank: int, world_size: int, group: dict, send: Send,
     """Join the group, then run cells until the parent ends this process."""
     with process_group(rank, world_size, **group):
         cells = Cells(rank, world_size, timeout_s, send)
-        send("answer", Answer(0))
         while True:
             send("answer", cells.answer(*pickle.loads(link.recv_bytes())))
 
@@ -90,19 +89,15 @@ class Cells:
         """Run a cell; return the value of its last line as text, the way a notebook shows it."""
         self._limit_waiting(text)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-        value, known, offset = None, self._classes(), self._keep_source(text)
-        try:
-            for statement in ast.parse(text, file).body:
-                value = None
-                self.send("note", statement.lineno)  # in advance, since a process that dies can't say it anymore
-                if isinstance(statement, ast.Expr):
-                    value = eval(self.compile(ast.Expression(statement.value), file, "eval"), self.names)
-                else:
-                    exec(self.compile(ast.Module([statement], []), file, "exec"), self.names)
-        finally:
-            for defined in self._classes() - known:
-                if "__firstlineno__" in vars(defined):
-                    defined.__firstlineno__ += offset
+        self._keep_source(text)
+        value = None
+        for statement in ast.parse(text, file).body:
+            value = None
+            self.send("note", statement.lineno)  # in advance, since a process that dies can't say it anymore
+            if isinstance(statement, ast.Expr):
+                value = eval(self.compile(ast.Expression(statement.value), file, "eval"), self.names)
+            else:
+                exec(self.compile(ast.Module([statement], []), file, "exec"), self.names)
         if value is None or text.rstrip().endswith(";"):
             return None
         wrapped = type(value) in (dict, list, tuple, set)
@@ -114,21 +109,18 @@ class Cells:
         first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
         limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
 
-    def _classes(self) -> set[type]:
-        return {value for value in self.names.values() if isinstance(value, type) and value.__module__ == "__main__"}
+    def _keep_source(self, text: str) -> None:
+        """Put this cell in front of the source in which `inspect.getsource` finds classes.
 
-    def _keep_source(self, text: str) -> int:
-        """Add this cell to the source in which `inspect.getsource` finds classes; return its line offset there.
-
-        Up to 3.12, Python takes the first class of that name, so the newest cell comes first. Since 3.13, it takes the
-        one at the class's `__firstlineno__`, so cells are kept in the order in which they ran.
+        Up to 3.12, Python takes the first class of that name. Since 3.13, it takes the one at the class's
+        `__firstlineno__`, so the classes of earlier cells move down.
         """
         lines = f"{text}\n".splitlines(keepends=True)
-        newest_first = sys.version_info < (3, 13)
-        offset = 0 if newest_first else len(self.source)
-        self.source = lines + self.source if newest_first else self.source + lines
+        for known in {value for value in self.names.values() if isinstance(value, type)}:
+            if known.__module__ == "__main__" and "__firstlineno__" in vars(known):
+                known.__firstlineno__ += len(lines)
+        self.source = lines + self.source
         linecache.cache[CELLS] = (sum(map(len, self.source)), None, self.source, CELLS)
-        return offset
 
     def _count_collectives(self) -> dict[tuple, int]:
         """Return how many collectives each of this rank's groups has run so far, without point-to-point messages."""

@@ -33,14 +33,12 @@ WAITED_IN_VAIN = ("gloo", "timed out", "connection closed", "collective operatio
 
 set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name in older versions of torch
 
-_device: torch.device | None = None  # this rank's, while it is in a group
-
 
 def rank_device() -> torch.device:
-    """Return this rank's device; outside a group, the first CUDA device or, if none is visible, the CPU."""
-    if _device is not None:
-        return _device
-    return torch.device("cuda", 0) if not are_hidden() and torch.cuda.is_available() else torch.device("cpu")
+    """Return this rank's device: the GPU with its local rank's number or, if all are hidden or there's none, the CPU."""
+    if are_hidden() or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def check_world_size(world_size: int) -> None:
@@ -78,17 +76,14 @@ def process_group(
     before `timeout_s` (half an hour if it's None); the remaining time is for `silent_ranks_named`. `launched` ranks exit
     right after the block, so gloo's connections close with the process; closing them one by one would cost 10 ms each.
     """
-    global _device
     if device == "cuda":
         compute_repeatably()
         if timeout_s is not None:
             os.environ.setdefault(WAIT_IN_THE_OPEN, "1")
-        _device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-        torch.cuda.set_device(_device)
-        group = {"backend": "cpu:gloo,cuda:nccl", "device_id": _device}
+        torch.cuda.set_device(rank_device())
+        group = {"backend": "cpu:gloo,cuda:nccl", "device_id": rank_device()}
     else:
         keep_freed_memory()
-        _device = torch.device("cpu")
         group = {"backend": "gloo"}
     timeout_s, failed = timeout_s or LONGEST_WAIT_S, True
     try:
@@ -99,7 +94,6 @@ def process_group(
         yield
         failed = False
     finally:
-        _device = None
         if dist.is_initialized() and not (launched and (failed or device == "cpu")):
             dist.destroy_process_group()
 
@@ -186,18 +180,28 @@ def waited_in_vain(message: str) -> bool:
 
 @contextmanager
 def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
-    """Within the block, a collective that times out raises SilentRanks, which names the ranks that didn't join."""
-    timeout_s, began_s = timeout_s or LONGEST_WAIT_S, time.monotonic()
+    """Within the block, a collective that times out raises SilentRanks, which names the ranks that didn't join.
+
+    Every rank of the group has to enter the block. Under torchrun, a rank kills the silent ones on its own machine.
+    """
+    timeout_s = timeout_s or LONGEST_WAIT_S
+    agent = os.environ.get("GROUP_RANK")  # the number of this rank's torchrun; `launch` ends its ranks itself
+    processes = gather_over_ranks((agent, os.getpid())) if agent else []
+    began_s = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         if not waited_in_vain(str(error)):
             raise
-        if "GROUP_RANK" in os.environ:  # torchrun ends its ranks if it has lost its rendezvous; they say why first
+        if agent:  # torchrun ends its ranks if it has lost its rendezvous; they say why first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
             raise
+        # torchrun itself would wait 30 s for a stopped rank to end.
+        for pid in [pid for rank, (its_agent, pid) in enumerate(processes) if rank in silent and its_agent == agent]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         said = "stopped answering: gone or cut off; check the last output and the machine"
         if time.monotonic() - began_s >= timeout_s:  # else the connection broke before anyone could wait that long
             said = (

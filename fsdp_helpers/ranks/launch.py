@@ -9,7 +9,7 @@ import os
 import pickle
 import pkgutil
 import sys
-import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits
-from fsdp_helpers.progress import ProgressBar, count_ranks, print_above_bar, send_reports_to
+from fsdp_helpers.progress import ProgressBar, Report, count_ranks, print_above_bar, send_reports_to
 from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout, shown_by_message
 from fsdp_helpers.ranks.group import check_seconds, check_world_size, process_group, silent_ranks_named
 from fsdp_helpers.ranks.processes import Processes
@@ -68,18 +68,21 @@ def launch(
             raise ValueError(f"unknown start method {start_method!r}; choose one of forkserver, spawn")
         body = partial(run_worker, pickle_job(worker, args), group_timeout_s)
     bar = ProgressBar() if isinstance(progress, bool) else progress
-    settings = {"on_note": bar.update if progress else None, "start_method": start_method or "forkserver"}
     output = LaunchOutput(name_ranks and world_size > 1)
-    ranks, began_s = None, time.monotonic()
+
+    def show(report: Report | None, rank: int) -> None:
+        if report is None:  # the rank has joined
+            bar.running()
+        elif progress:
+            bar.update(report, rank)
+
+    settings = {"on_note": show, "start_method": start_method or "forkserver", "stall_s": stall_s}
+    ranks = None
     try:
         if progress:
             bar.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")
         with Processes(body, world_size, device, output.add, streams=2, **settings) as ranks:
-            ranks.answers_of_all(began_s, timeout_s)  # they have joined the group
-            bar.running()
-            ranks.stall_s = stall_s
-            ranks.tell(range(world_size))
-            return ranks.answers_of_all(began_s, timeout_s)
+            return ranks.answers_of_all(timeout_s)
     except KeyboardInterrupt:
         report = ranks.notes.get(0) if ranks else None
         where = f" at step {report.done} of {report.total}" if report else ""
@@ -90,17 +93,17 @@ def launch(
 
 
 def run_worker(
-    job: bytes, timeout_s: float | None, rank: int, world_size: int, group: dict, send: Send, link: Connection
+    job: bytes, timeout_s: float | None, rank: int, world_size: int, group: dict, send: Send, _: Connection
 ) -> Answer:
     """Act as one rank of a launch: join the group, and return the worker's result once it has run."""
     send_reports_to(lambda report: send("note", report))
-    worker, args = read_job(job)
+    name, pickled = pickle.loads(job)
+    worker, args = pkgutil.resolve_name(name), list(map(pickle.loads, pickled))
     with process_group(rank, world_size, **group, timeout_s=timeout_s), silent_ranks_named(timeout_s):
-        send("answer", Answer(0))
-        link.recv_bytes()  # all have joined
+        send("note", None)  # all ranks have joined
         result = worker(rank, world_size, *args)
     dumps_named(result, f"the result of {worker.__name__!r}")  # so that an error names it
-    return Answer(1, result)
+    return Answer(0, result)
 
 
 class LaunchOutput:
@@ -108,13 +111,11 @@ class LaunchOutput:
 
     def __init__(self, names: bool) -> None:
         self._names = names
-        self._unfinished: dict[tuple[int, int], bytes] = {}  # the beginning of a line, by rank and stream
+        self._unfinished: dict[tuple[int, int], bytes] = defaultdict(bytes)  # a line's beginning, by rank and stream
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
         """Receive output that a rank has printed, to stream 0 (standard output) or 1 (standard error)."""
-        *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
-        if rest:
-            self._unfinished[rank, stream] = rest
+        *lines, self._unfinished[rank, stream] = (self._unfinished[rank, stream] + data).split(b"\n")
         for line in lines:
             self._print(rank, stream, line)
 
@@ -125,7 +126,8 @@ class LaunchOutput:
     def finish(self) -> None:
         """Print the unfinished lines."""
         for (rank, stream), line in self._unfinished.items():
-            self._print(rank, stream, line)
+            if line:
+                self._print(rank, stream, line)
 
 
 # ---------------------------------------------------------------- sending the worker and its arguments
@@ -163,12 +165,6 @@ def pickle_job(worker: Callable, args: tuple) -> bytes:
         dumps_named(value, f"argument {name} of {worker.__name__!r}") for name, value in zip(names, args, strict=False)
     ]
     return pickle.dumps((f"{worker.__module__}:{worker.__qualname__}", pickled))
-
-
-def read_job(job: bytes) -> tuple[Callable, tuple]:
-    """Import the worker of `pickle_job`; return it and its arguments."""
-    name, args = pickle.loads(job)
-    return pkgutil.resolve_name(name), tuple(map(pickle.loads, args))
 
 
 def dumps_named(value: Any, name: str) -> bytes:

@@ -9,7 +9,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
 
-START_S = 300.0  # for all ranks to load what they need and to join
 BACK_S = 2.0  # after a failure or Stop, for the other ranks to come back; otherwise the group is restarted
 DRAW_S = 0.1  # between two updates of a cell's output
 KEPT = "The ranks keep their variables."
@@ -58,7 +56,12 @@ class Ranks(AbstractContextManager):
         self.world_size, self.timeout_s = world_size, timeout_s or LONGEST_WAIT_S
         self._num_cells = 0
         self._start()
-        self._await_start()
+        try:
+            self._processes.tell(range(world_size), "get", "rank")
+            self._processes.answers_of_all()  # once all have joined
+        except BaseException:
+            self.close()
+            raise
         _all[id(self)] = self
 
     def __repr__(self) -> str:
@@ -111,20 +114,11 @@ class Ranks(AbstractContextManager):
                 raise NameError(f"{name!r} is not defined on {list_ranks(missing)}")
         return [answers[rank].value[0] for rank in range(self.world_size)]
 
-    # ------------------------------------------------------------ starting and restarting
-
     def _start(self) -> None:
-        """Start new ranks; `_await_start` waits until they have joined."""
+        """Start new ranks, which join their group before they read messages."""
         self._counts: dict[int, Mapping] = {}  # per rank: how many collectives of each group it has taken part in
         body = partial(serve, self.timeout_s)
         self._processes = Processes(body, self.world_size, self.device, CellOutput().add)
-
-    def _await_start(self) -> None:
-        try:
-            self._processes.answers_of_all(time.monotonic(), START_S)
-        except BaseException:
-            self.close()
-            raise
 
     # ------------------------------------------------------------ a message, and what its answers say
 
@@ -133,8 +127,6 @@ class Ranks(AbstractContextManager):
         if self._processes is None:
             raise RuntimeError("these ranks are closed; open new ones: ranks = Ranks(2)")
         follow_edits()
-        if self._processes.number == 0:
-            self._await_start()  # after a restart
         output = CellOutput()
         self._processes.on_output = output.add
         try:
@@ -159,7 +151,7 @@ class Ranks(AbstractContextManager):
         if cause := self._processes.find_cause():
             rank, failure = cause
             if not failure.details and (line := self._processes.notes.get(rank)):  # it can't say it itself anymore
-                failure = replace(failure, details=f"It was at {cell} line {line}.")
+                failure = Failure(failure.summary, f"It was at {cell} line {line}.")
             return rank, failure
         return next(((rank, Failure(f"it {no_part_in(count)}")) for rank, count in self._behind().items()), None)
 

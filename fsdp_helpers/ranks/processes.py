@@ -48,13 +48,13 @@ class Processes(AbstractContextManager):
         on_note: Callable[[Any, int], None] | None = None,
         streams: int = 1,
         start_method: str = "forkserver",
+        stall_s: float | None = None,
     ) -> None:
-        self.world_size, self.on_output, self.on_note = world_size, on_output, on_note
-        self.number = 0  # of the last message; 0 before the first, while ranks answer that they have joined
+        self.world_size, self.on_output, self.on_note, self.stall_s = world_size, on_output, on_note, stall_s
+        self.number = 0  # of the last message; 0 before the first
         self.answers: dict[int, Answer] = {}
         self.notes: dict[int, Any] = {}  # each rank's last note
         self.ends: dict[int, int | None] = {}  # ranks that have ended, and their exit codes
-        self.stall_s: float | None = None  # ranks that neither send anything nor compute for this long have hung
         self._moved()
         self._processes: list = []
         prefix = server.FOLDER.format(os.getpid())
@@ -88,7 +88,6 @@ class Processes(AbstractContextManager):
     def tell(self, ranks: Iterable[int], *message: str) -> None:
         """Send a message to these ranks, each of which will answer."""
         self.number, self.answers, self.notes = self.number + 1, {}, {}
-        self._moved()
         for rank in ranks:
             with suppress(OSError):  # it has just ended, as `collect` will see
                 self._links[rank].send_bytes(pickle.dumps((self.number, *message)))
@@ -110,13 +109,13 @@ class Processes(AbstractContextManager):
             if self.find_cause():
                 until_s = min(until_s, time.monotonic() + grace_s)
 
-    def answers_of_all(self, began_s: float, timeout_s: float | None) -> list:
+    def answers_of_all(self, timeout_s: float | None = None) -> list:
         """Return the values that all ranks answer with, in rank order.
 
-        Raises RankError if a rank fails or ends, and RankTimeout if the ranks hang, or if some haven't answered
-        `timeout_s` seconds after `began_s`.
+        Raises RankError if a rank fails or ends, and RankTimeout if the ranks hang or some haven't answered after
+        `timeout_s` seconds.
         """
-        everyone, until_s = range(self.world_size), began_s + (timeout_s or math.inf)
+        everyone, until_s = range(self.world_size), time.monotonic() + (timeout_s or math.inf)
         self.collect(everyone, until_s)
         if cause := self.find_cause():
             raise RankError(cause[0], self.world_size, cause[1].summary, cause[1].details)
@@ -191,9 +190,10 @@ class Processes(AbstractContextManager):
         """Return True once none of these ranks, nor anything that they started, has moved for `stall_s` seconds.
 
         The clock alone can't tell, because a correct program may take long on a busy machine. But it keeps using its
-        share of the cores, whereas ranks that wait in a collective use a hundredth of a core at most.
+        share of the cores, whereas ranks that wait in a collective use a hundredth of a core at most. Ranks that
+        haven't sent a note yet are still joining their group, which may take as long as it needs.
         """
-        if self.stall_s is None or time.monotonic() - self._since_s < LOOK_S:
+        if self.stall_s is None or len(self.notes) < self.world_size or time.monotonic() - self._since_s < LOOK_S:
             return False
         for rank in ranks:
             spent_s = cpu_seconds(self.pids[rank])

@@ -13,6 +13,7 @@ from fsdp_helpers.ranks.errors import RUNS_CODE
 FILE = "stack-{}.txt"  # the rank goes in the braces
 ANSWER_S = 5.0  # at most, for all ranks to write; a stopped one never does
 POLL_S = 0.02
+ENDS = (" in <module>\n", "...\n")  # of a complete stack: its outermost line, or the mark of one that's too deep
 LIBRARY = re.compile(r"^<frozen|/(python3[^/]*|(site|dist)-packages|torch)/")  # wherever they are installed
 PACKAGE = re.compile(r"/fsdp_helpers/")
 
@@ -23,20 +24,16 @@ def write_on_request(folder: str, rank: int) -> None:
 
 
 def ask(folder: str, pids: Mapping[int, int]) -> dict[int, str]:
-    """Ask ranks, given with their process ids, for their stacks; return the stacks, "" for one that doesn't answer."""
+    """Ask ranks, given with their process ids, for their stacks; return those of the ranks that can answer."""
     files = {rank: Path(folder, FILE.format(rank)) for rank in pids}
     files = {rank: file for rank, file in files.items() if file.exists()}  # any other rank would die of the signal
     for rank, file in files.items():
         os.truncate(file, 0)  # removes what it wrote before
         os.kill(pids[rank], signal.SIGUSR1)
     until_s = time.monotonic() + ANSWER_S
-    while not all(_is_complete(file.read_text()) for file in files.values()) and time.monotonic() < until_s:
+    while not all(file.read_text().endswith(ENDS) for file in files.values()) and time.monotonic() < until_s:
         time.sleep(POLL_S)
-    return {rank: files[rank].read_text() if rank in files else "" for rank in pids}
-
-
-def _is_complete(stack: str) -> bool:
-    return stack.endswith((" in <module>\n", "...\n"))  # the outermost line, or the end of a truncated deep stack
+    return {rank: file.read_text() for rank, file in files.items()}
 
 
 def is_in_collective(stack: str) -> bool:

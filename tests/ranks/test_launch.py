@@ -128,7 +128,7 @@ def test_of_several_failures_the_first_is_told(times_s):
     """Whichever message is read first: the others fail because of it."""
     said = [(0.0, rank, Failure(f"failed at {when_s} s", when_s=when_s)) for rank, when_s in enumerate(times_s)]
     with pytest.raises(RankError) as caught:
-        Told(*said).answers_of_all(time.monotonic(), None)
+        Told(*said).answers_of_all()
     assert str(caught.value) == f"rank {times_s.index(1.0)} of 3 failed: failed at 1.0 s"
 
 
@@ -137,7 +137,7 @@ def test_a_cause_that_is_heard_after_its_effect(cause):
     """The connection breaks at once; what broke it arrives a moment later."""
     effect = Failure("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:29500", when_s=0.0)
     with pytest.raises(RankError, match="rank 1 of 2 failed: (the process was ended by SIGKILL|MemoryError)"):
-        Told((0.0, 0, effect), (0.2, 1, cause)).answers_of_all(time.monotonic(), None)
+        Told((0.0, 0, effect), (0.2, 1, cause)).answers_of_all()
 
 
 def test_a_rank_that_leaves():

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import textwrap
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -200,10 +201,12 @@ def test_a_variable_of_a_rank_that_has_ended(ranks):
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     """Without a GPU here: the ranks are asked for, on machines that have two, one, or a broken one."""
     started = []
-    monkeypatch.setattr(
-        live, "Processes", lambda body, world_size, device, *_, **__: started.append((world_size, device))
-    )
-    monkeypatch.setattr(Ranks, "_await_start", lambda self: None)
+
+    def start(body, world_size, device, on_output):
+        started.append((world_size, device))
+        return MagicMock()
+
+    monkeypatch.setattr(live, "Processes", start)
     for gpus, device, expected in [
         (Gpus(2), "cuda", (2, "cuda")),
         (Gpus(2), "auto", (2, "cuda")),

@@ -4,12 +4,13 @@ import sys
 import threading
 import types
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import launch_workers as workers
 import pytest
 
-from fsdp_helpers.ranks.launch import check_worker, dumps_named, pickle_job, read_job
+from fsdp_helpers.ranks.launch import check_worker, dumps_named, launch, pickle_job
 
 
 @dataclass
@@ -32,9 +33,8 @@ def notebook(monkeypatch) -> types.ModuleType:
 
 
 def test_a_workers_module_is_all_that_it_takes():
-    check_worker(workers.return_rank)
-    args = (Settings("a", [1, 2.0]), {"x": None})
-    assert read_job(pickle_job(worker, args)) == (worker, args)
+    args = (SimpleNamespace(name="a", helper=[1, 2.0]), {"x": None})
+    assert launch(workers.return_args, *args, world_size=1, device="cpu") == [args]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Ranks that wait in vain, and name whom they wait for."""
 
+import signal
+import subprocess
+
 import launch_workers as workers
 import pytest
 
@@ -44,7 +47,6 @@ def test_a_time_out_that_is_none_is_refused(timeout_s):
     ],
 )
 def test_errors_of_both_libraries_are_known(words, monkeypatch):
-    monkeypatch.setattr(group, "gather_over_ranks", lambda own: [own, own])
     monkeypatch.setattr(group, "call_the_roll", lambda rank, world_size, wait_s: [1])
     monkeypatch.setattr(group.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(group.dist, "get_world_size", lambda: 2)
@@ -64,8 +66,28 @@ def test_a_connection_that_breaks_at_once_is_no_time_out(waited_s, said, monkeyp
         raise RuntimeError("gloo: Connection closed by peer")
 
 
+def test_under_torchrun_a_silent_rank_of_the_same_machine_is_killed_at_once(monkeypatch):
+    """torchrun itself would wait 30 s for it."""
+    here, elsewhere = (subprocess.Popen(workers.SLEEPER) for _ in range(2))
+    monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setattr(group, "gather_over_ranks", lambda own: [own, ("0", here.pid), ("1", elsewhere.pid)])
+    monkeypatch.setattr(group, "call_the_roll", lambda rank, world_size, wait_s: [1, 2])
+    monkeypatch.setattr(group.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(group.dist, "get_world_size", lambda: 3)
+    heeds_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(group.SilentRanks, match="ranks 1, 2 stopped answering"), group.silent_ranks_named(4.0):
+            raise RuntimeError("gloo: Connection closed by peer")
+        assert here.wait(timeout=20) == -signal.SIGKILL
+        assert elsewhere.poll() is None  # its number may be another process's here
+    finally:
+        for process in (here, elsewhere):
+            process.kill()
+            process.wait()
+        signal.signal(signal.SIGTERM, heeds_sigterm)
+
+
 def test_an_error_of_its_own_calls_no_roll(monkeypatch):
-    monkeypatch.setattr(group, "gather_over_ranks", lambda own: [own, own])
     monkeypatch.setattr(group, "call_the_roll", lambda *_: pytest.fail("the roll was called"))
     with pytest.raises(RuntimeError, match="CUDA out of memory"), group.silent_ranks_named(4.0):
         raise RuntimeError("CUDA out of memory")

@@ -4,6 +4,7 @@ import base64
 import io
 from dataclasses import replace
 
+import launch_workers as workers
 import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
@@ -11,6 +12,7 @@ from runs import tiny_record
 
 from fsdp_helpers.progress import Report
 from fsdp_helpers.quantities import MB
+from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.training import live_view
 from fsdp_helpers.training.live_view import LiveView
 
@@ -62,6 +64,16 @@ def test_a_line_for_each_rank_and_a_curve_of_the_first(outputs):
     assert base64.b64decode(curve["image/png"]).startswith(b"\x89PNG")
     alt = "Loss of rank 0's images: from 2.300 to 2.000; shallow, ddp, 2 ranks on cpu, steps 1 to 2."
     assert curve["text/plain"] == metadata["image/png"]["alt"] == alt
+
+
+def test_a_launch_keeps_the_view_that_it_is_given(outputs):
+    view = LiveView()
+    view.start("shallow, ddp, 2 ranks on cpu")
+    launch(workers.report_progress, 5, world_size=2, device="cpu", progress=view)
+    ((lines, _),) = outputs  # the line at the start was replaced in place
+    title, first, second = lines["text/plain"].splitlines()
+    assert title == "counting"
+    assert first.startswith("rank 0: 100%|") and second.startswith("rank 1: 100%|") and " 5/5 " in second
 
 
 def test_a_summary_takes_their_place(outputs):

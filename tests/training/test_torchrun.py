@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import sys
+import time
 
 import pytest
 from programs import has_ended, wait_until
@@ -66,7 +67,7 @@ def test_two_agents_and_launch_learn_the_very_same(undisturbed, tmp_path):
     ):
         assert [first.wait(), second.wait()] == [0, 0], first.output + second.output
     output = first.output + second.output
-    assert output.count("epoch 1:") == output.count("Data: ") == 1  # rank 0 alone speaks
+    assert output.count("epoch 1:") == output.count("Data: ") == 1  # only rank 0 prints
     found = json.loads((tmp_path / "two.json").read_text())
     check_json(found)
     assert found["step_losses"] == undisturbed(6) and found["world_size"] == len(found["ranks"]) == 2
@@ -119,13 +120,15 @@ def test_ten_kills_at_random_steps(undisturbed, tmp_path):
 @pytest.mark.long  # under the launcher test_roll_call.py has the same
 @pytest.mark.parametrize("stopped, variables", [(1, {}), (0, FRESH_STORE)])
 def test_a_rank_that_is_stopped_is_named_and_the_run_ends(stopped, variables, tmp_path):
-    """Also rank 0, in whose process the store lives where each start has its own."""
+    """Also rank 0, in whose process the store lives where each start has its own; and torchrun doesn't wait for it."""
     saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2]
     arguments = [*SHARDED, "--epochs", 100, *saving, "--timeout", 8]
     with torchrun_job(one_agent(2), arguments, tmp_path, **variables) as job:
         wait_for_step(tmp_path / "run", 2, job)
+        stopped_s = time.monotonic()
         os.kill(job.workers()[stopped], signal.SIGSTOP)
         assert job.wait() == 1
+        assert time.monotonic() - stopped_s < 30  # 8 s and the end itself; torchrun would add 30 s
     assert f"rank {1 - stopped} of 2 failed: " in job.output
     assert f"SilentRanks: rank {stopped} didn't answer within 8 s" in job.output
 

@@ -72,7 +72,7 @@ def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozens
 
 
 def _innermost(parameter: str, units: Collection[str]) -> str:
-    """Return the name of the innermost of these units that contains `parameter`, or the root's."""
+    """Return the name of the innermost of these units that contains `parameter`, or of the root."""
     return next((around for around in _around(parameter) if around in units), ROOT)
 
 
@@ -149,7 +149,7 @@ class Shards:
         return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
 
     def update(self) -> None:
-        """Hold the optimizer step's temporaries for a moment, on top of all shards."""
+        """Hold the optimizer step's temporaries, on top of all shards, and free them."""
         if self._offloads:
             return
         largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)
