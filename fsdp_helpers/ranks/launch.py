@@ -48,8 +48,9 @@ def launch(
     line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank that
     waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None), and its
     error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
-    communication no longer overlaps with computation. `progress` may be a bar that's already on screen. `start_method`
-    is "forkserver" (also if it's None), whose server loads torch once, or "spawn", where every rank loads it.
+    communication no longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already
+    on screen. `start_method` is "forkserver" (also if it's None), whose server loads torch once, or "spawn", where
+    every rank loads it.
 
     Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are
     zero ranks or more ranks than CUDA devices. Raises RankError when a rank fails; RankTimeout after `timeout_s`

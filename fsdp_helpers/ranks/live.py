@@ -17,7 +17,7 @@ from fsdp_helpers.notebook import InPlace, follow_edits, is_notebook
 from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.cells import INTERRUPT, serve, without_addresses
 from fsdp_helpers.ranks.errors import Answer, Failure, Interrupted, RankError, list_ranks, shown_by_message
-from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size, waited_in_vain
+from fsdp_helpers.ranks.group import LONGEST_WAIT_S, blames_another_rank, check_seconds, check_world_size
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
 
@@ -192,8 +192,8 @@ class Ranks(AbstractContextManager):
                 where = "had finished the cell" + (f", and {no_part_in(behind[rank])}" if rank in behind else "")
             if rank != at_fault:
                 lines.append(f"rank {rank} {where}")
-        in_vain = any(answer.failure and waited_in_vain(answer.failure.summary) for answer in answers.values())
-        kept = len(processes.answers) == len(chosen) and not (processes.ends or in_vain or behind)
+        broken = any(answer.failure and blames_another_rank(answer.failure.summary) for answer in answers.values())
+        kept = len(processes.answers) == len(chosen) and not (processes.ends or broken or behind)
         if not kept:
             processes.end()
             self._start()
