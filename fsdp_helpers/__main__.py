@@ -31,7 +31,7 @@ CALL_FLAGS = (
         kind=float,
         meaning="give up after waiting X seconds for other ranks in a collective (default: 1800)",
     ),
-    Flag(setting="json", kind=Path, meaning="write the record of the run to FILE"),
+    Flag(setting="json", kind=Path, meaning="write the run's record to FILE"),
 )
 
 
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=explain_command)
 
     lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; other arguments are passed on to it")
-    lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR, for example work")
+    lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR (for example, work)")
     lab.set_defaults(run=lab_command)
     return parser
 
@@ -240,9 +240,9 @@ def write_plan(options: argparse.Namespace) -> int:
 
 
 def _complain(status: int, message: str) -> int:
-    from fsdp_helpers.training.torchrun import leave_it_to_rank_0, speaks
+    from fsdp_helpers.training.torchrun import leave_it_to_rank_0, reports_bad_input
 
-    if status == BAD_INPUT and not speaks():
+    if status == BAD_INPUT and not reports_bad_input():
         leave_it_to_rank_0()
         return status
     print(f"fsdp_helpers: {message}", file=sys.stderr)

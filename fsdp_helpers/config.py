@@ -35,7 +35,7 @@ def setting(
     flag: str | None = None,
     factor: float = 1,
 ) -> Any:
-    """Make a dataclass field for a setting; the command line makes a flag from it.
+    """Return a dataclass field for a setting; the command line turns it into a flag.
 
     If it `changes_losses`, a resumed run must have the same value. `flag` is the flag's name if it differs from the
     field's. The field's value is the flag's value times `factor`, for example to turn GB into bytes.
@@ -91,7 +91,9 @@ class TrainConfig:
     seed: int = setting(0, "seed for the initial values, the order of images, and dropout", changes_losses=True)
     train_images: int | None = setting(None, "train on the first N images only", at_least_one=True, changes_losses=True)
     test_images: int | None = setting(None, "test on the first N images only", at_least_one=True)
-    dropout: bool = setting(True, "train without dropout, e.g. to compare one process with many", changes_losses=True)
+    dropout: bool = setting(
+        True, "train without dropout, for example to compare one process with many", changes_losses=True
+    )
     precision: str = setting(
         "fp32",
         "dtype in which FSDP all-gathers and computes; shards, reduction and optimizer stay fp32",
@@ -129,7 +131,7 @@ class TrainConfig:
         None, "llama: after training, print how the model continues this text", placeholder="TEXT"
     )
     export: str | None = setting(
-        None, "llama: after training, write the model to the new folder DIR, in Hugging Face's layout"
+        None, "llama: after training, write the model to the new folder DIR, in Hugging Face format"
     )
     checkpoint_dir: str | None = setting(None, "save the run's state in DIR after the last step")
     checkpoint_every: int | None = setting(None, "also save after every N steps", at_least_one=True)

@@ -1,8 +1,8 @@
-"""This machine's GPUs: counted and tested in a separate process, set up, and hidden from what runs on the CPU.
+"""Count and test this machine's GPUs in a separate process, set them up, and hide them from runs on the CPU.
 
-torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in a mesh's group, and in
-every optimizer step. GPUs can be hidden only before torch has looked for them, since torch and the driver remember the
-result. So a process that may still run on the CPU never looks for them itself.
+torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in a mesh's process group,
+and in every optimizer step. GPUs can be hidden only before torch has looked for them, since torch and the driver
+remember the result. So a process that may still run on the CPU never looks for them itself.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from typing import Any
 VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the variable, and its value that hides every GPU
 DRIVER = "libcuda.so.1"
 TRIAL_S = 60.0
-# Counting doesn't touch a GPU. Computing does, so it's tested only if ranks are about to compute there.
+# Counting GPUs doesn't touch them. Computing does, so we try that only if ranks are about to compute there.
 TRIAL = """
 import sys, torch
 count, wanted = torch.cuda.device_count(), int(sys.argv[1])
@@ -74,7 +74,7 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
 
 
 def device_name(device: Any) -> str:
-    """Return a torch.device in words: the GPU's name, or the number of CPU cores."""
+    """Describe a torch.device: the GPU's name, or the number of CPU cores."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"

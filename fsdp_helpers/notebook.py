@@ -1,4 +1,4 @@
-"""Working in a notebook: outputs that update in place, and modules that the reader edits."""
+"""Notebook support: outputs that update in place, and reloading of modules that the reader edits."""
 
 import importlib
 import sys
@@ -35,10 +35,10 @@ class InPlace:
 
 
 def follow_edits() -> None:
-    """In a notebook, from now on, forget edited modules in its folder before each cell, so that imports reload them.
+    """In a notebook, forget edited modules in its folder before each cell from now on, so that imports reload them.
 
     Python imports a module only once. A rank is a new process and sees every edit, but the kernel keeps the old module,
-    and `from my_worker import second` would fail if %%writefile had added `second` since.
+    and `from my_worker import second` would fail if a later %%writefile had added `second`.
     """
     if is_notebook():
         from IPython import get_ipython

@@ -43,15 +43,16 @@ def send_reports_to(sink: Callable[[Report], None] | None) -> None:
 
 
 def wants_report(done: int, total: int) -> bool:
-    """Return True if a report would be drawn now (the first and last always are); ask before computing its details."""
+    """Return True if a report would be drawn now (the first and last always are); check before computing details."""
     is_end = done in (0, total)
     return _sink is not None and (is_end or time.monotonic() - _last_report_s > SECONDS_BETWEEN_REPORTS)
 
 
 def report(done: int, total: int, *what: Any) -> None:
-    """Report that `done` of `total` steps are done, with a Report's other fields; send at most ten reports a second.
+    """Report that `done` of `total` steps are done. At most ten reports a second are sent.
 
-    If the first step takes long, report 0 before it: the bar's clock starts at the first report.
+    `what` is a Report's other fields. If the first step is slow, report 0 before it: the bar's clock starts at the
+    first report.
     """
     global _last_report_s
     if wants_report(done, total):
@@ -84,7 +85,7 @@ def drawn(items: Sequence[Item], title: str) -> Iterator[Item]:
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Say that the block is running and, in a notebook, how long it took; for work whose progress can't be measured."""
+    """Show that the block is running and, in a notebook, how long it took; for work without measurable progress."""
     with closing(ProgressBar()) as bar:
         bar.start(what)
         yield
@@ -108,20 +109,20 @@ class ProgressBar:
     """
 
     def __init__(self) -> None:
-        tqdm.get_lock()  # created now, because tqdm fails if an interrupt comes while it's creating it
+        tqdm.get_lock()  # created now, because an interrupt during its creation would break tqdm
         self._page = _Page() if is_notebook() else None
         self._starting: str | None = None
         self._began_s = self._line_s = time.monotonic()
         self._title, self._bar = "", None
 
     def start(self, what: str) -> None:
-        """Say immediately that work is starting; the first report replaces this line."""
+        """Show immediately that work is starting; the first report replaces this line."""
         if self._bar is None and self._starting is None:
             self._starting = what
             self._draw(bar_format="{desc}", desc=f"{what}: starting")
 
     def running(self) -> None:
-        """Say that the work is running, unless it has already sent a report."""
+        """Show that the work is running, unless it has already sent a report."""
         if self._starting is not None:
             self._bar.set_description_str(f"{self._starting}: running")
 

@@ -1,4 +1,4 @@
-"""Format bytes, seconds and counts, everywhere in the package. 1 MB is always 10^6 bytes."""
+"""Format bytes, seconds and counts for the entire package. 1 MB is always 10^6 bytes."""
 
 KB, MB, GB = 10**3, 10**6, 10**9
 

@@ -69,10 +69,14 @@ def save(
     Args:
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, along with rank 0's copy of its buffers.
         optimizer: its state is saved, along with its current settings, such as the learning rate.
-        extra: anything else the loop needs to continue, such as counters or `schedule.state_dict()`; rank 0's copy is saved. It may contain numbers, text, lists, dicts and full tensors. (Each rank's random state is always saved.)
+        extra: anything else the loop needs to continue, such as counters or `schedule.state_dict()`; rank 0's copy is
+            saved. It may contain numbers, text, lists, dicts and full tensors. (Random states are always saved.)
         settings: a dict that's written to `checkpoint.json` for people to read; `load` ignores it.
-        wait: if False, return a Future as soon as the state has been copied; a thread then writes the copy. The checkpoint isn't complete until `result()` has returned on at least one rank.
-        group: a process group for that thread alone, required if there are several ranks: `dist.new_group(backend="gloo")`. In the group used for training, the thread's collectives could get mixed up with the step's.
+        wait: if False, return a Future as soon as the state has been copied; a thread then writes the copy. The
+            checkpoint isn't complete until `result()` has returned on at least one rank.
+        group: a process group for that thread alone, required if there are several ranks:
+            `dist.new_group(backend="gloo")`. In the group used for training, the thread's collectives could get mixed
+            up with the step's.
 
     Raises CheckpointError on every rank if any rank can't write; then `folder` isn't created. Raises ValueError if
     `extra` isn't plain data.
@@ -123,7 +127,7 @@ def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: A
 
 
 def _packed(plain: dict[str, Any]) -> bytes:
-    """Return the current content of `state.pt` as bytes. Raises ValueError for objects that `load` would refuse."""
+    """Return `plain` as the bytes of a `state.pt`. Raises ValueError for objects that `load` would refuse."""
     written = io.BytesIO()
     try:
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves(plain)):
@@ -186,7 +190,7 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     `foreach`). Ranks that saved a random state get it back; additional ranks get random streams that no rank has drawn
     from yet. Tensors in `extra` come back in host memory.
 
-    Raises CheckpointError if there's no complete checkpoint, or if it's of a different model.
+    Raises CheckpointError if there's no complete checkpoint, or if it belongs to a different model.
     """
     path = find_newest(Path(folder)) or Path(folder)
     checkpoint = read_checkpoint(path)
@@ -261,7 +265,7 @@ def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str,
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the nested dicts `tree` with each leaf replaced by the value at its path in `found`, or left out if there's none."""
+    """Return the nested dicts `tree` with the leaves' values from `found`, by path; other leaves are left out."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

@@ -1,4 +1,4 @@
-"""Turn a sharded checkpoint into one file for a plain model, without a process group and one tensor at a time."""
+"""Turn a sharded checkpoint into one file for a plain model, one tensor at a time and without a process group."""
 
 import io
 import json

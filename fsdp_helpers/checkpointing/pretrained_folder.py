@@ -1,4 +1,4 @@
-"""Write a model as a folder in Hugging Face's layout: `config.json`, several safetensors files, and their index.
+"""Write a model as a folder in Hugging Face format: `config.json`, several safetensors files, and their index.
 
 torch's own writer does the work. Each rank writes only its own rows.
 """

@@ -1,8 +1,8 @@
 """Save and resume a run: when to save, which settings to save besides tensors, and which of them must match.
 
 On SIGTERM, all ranks save and stop after the same step. Slurm sends SIGTERM before the time limit and before a
-preemption, and torchrun forwards it to its ranks. It may reach some machines earlier than others, so the ranks compare
-notes after every step.
+preemption, and torchrun forwards it to its ranks. It may reach some machines earlier than others, so after every
+step, the ranks check whether any of them has received it.
 """
 
 import os
@@ -103,7 +103,7 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """An object that saves a run's full state as it trains, and loads it. Without a folder, it does nothing."""
+    """A saver and loader of a run's full state. Without a folder, it does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank

@@ -102,7 +102,9 @@ def check_model(path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, 
     for name in sorted(expected.keys() | found.keys()):
         there, here = (names.get(name, "none") for names in (found, expected))
         if there != here:
-            raise CheckpointError(f"{path} is of a different model: {name} has shape {there} there and {here} here")
+            raise CheckpointError(
+                f"{path} belongs to a different model: {name} has shape {there} there and {here} here"
+            )
 
 
 def _tensor_entries(checkpoint: str | os.PathLike, metadata: Metadata) -> list[TensorEntry]:

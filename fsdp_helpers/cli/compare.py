@@ -8,7 +8,7 @@ from fsdp_helpers.cli.printing import check_output_path, print_data_source, writ
 from fsdp_helpers.config import IMAGE_MODELS, TrainConfig
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
-TWICE = 220  # pixels per inch, for sharp screens
+TWICE = 220  # pixels per inch, for high-resolution screens
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:

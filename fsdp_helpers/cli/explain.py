@@ -22,7 +22,7 @@ KIND = {"hang": "hang", "memory": "memory", "slow": "slow"}  # a card's kind -> 
 SAME_KIND = 1.3
 SECOND = 0.5  # how much a card's second-best phrase counts, relative to its best
 FULL_TEXT = 2.0  # how much a card's full text counts, relative to its best phrase
-UNKNOWN_WORD = 1.0  # the weight of a word that's on no card, about that of a word on every second card
+UNKNOWN_WORD = 1.0  # the weight of a word that's on no card, about that of a word on half of the cards
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
 # These cards' messages accompany other cards' messages, which say more.
 WRAPPERS = ("crash-no-traceback", "slow-threads", "crash-nccl-system-error")
@@ -44,7 +44,7 @@ def read_message(words: Sequence[str]) -> str:
     """Return the message from the command line or, without one, from a pipe. Raises ValueError if it's empty."""
     text = " ".join(words) if words or sys.stdin.isatty() else sys.stdin.read()
     if not text.strip():
-        raise ValueError("explain: give a message in quotation marks, or pipe output in")
+        raise ValueError("explain: give a message in quotation marks, or pipe one in")
     return text
 
 
@@ -52,7 +52,7 @@ def explain_text(text: str) -> str:
     """Return the matching cards as text, best first, each with its fix; or a sentence saying there are none."""
     matches = find_cards(text)
     if not matches:
-        return f"No card matches this message. {PAGE} has an index by what you see; `doctor` checks the machine."
+        return f"No card matches this message. {PAGE} has an index of symptoms; `doctor` checks the machine."
     parts = []
     for match in matches[:MOST_CARDS]:
         card = TEXTS[match.name]
@@ -68,7 +68,7 @@ def find_cards(text: str) -> list[Match]:
 
     If the text contains a message from the index, that counts most; messages with more words, or rarer words, count
     more. Otherwise, each line is compared with each phrase in the index, and the full text with a card's full text, by
-    the words they have in common. Rare words count more, and a pair of neighboring words counts like another word.
+    the words they have in common. Rare words count more, and a pair of neighboring words counts as one more word.
     """
     lines = [words for line in text.splitlines() if (words := words_of(line))]
     whole, described = normalized(text), frozenset().union(*lines)
@@ -111,7 +111,7 @@ def covered(described: frozenset[str], name: str) -> float:
 
 
 def likeness(one: frozenset[str], other: frozenset[str]) -> float:
-    """Return how far two texts' words overlap, by weight, from 0 to 1; one shared word out of several doesn't count."""
+    """Return how much two texts' words overlap, by weight, from 0 to 1; 0 if they share only one word of several."""
     both = weight(one) * weight(other)
     is_chance = len(one & other) < min(2, len(one), len(other))
     return 0.0 if is_chance or not both else weight(one & other) / math.sqrt(both)
@@ -146,7 +146,7 @@ def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 @cache
 def words_of(text: str) -> frozenset[str]:
-    """Return a text's words without endings, and its pairs of neighbors; numbers and very common words are left out."""
+    """Return a text's stems and its pairs of neighboring words; numbers and very common words are left out."""
     words = [SAME.get(word, word) for word in map(stem, WORD.findall(text.lower())) if word not in COMMON]
     return frozenset(words) | {f"{one} {next_one}" for one, next_one in pairwise(words)}
 

@@ -174,7 +174,7 @@ def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
 
 
 def read_subject(options: argparse.Namespace) -> Subject:
-    """Return the model that the arguments name, by its name, a config file or its shape."""
+    """Return the model that the arguments specify by name, by config file or by shape."""
     if options.vit or options.model and options.model not in LLAMA_SHAPES:
         for flag, given in {
             "context": options.context,
@@ -345,13 +345,13 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     for name, size in rows.items():
         yield f"  {name:<{width}}{format_bytes(size):>8}"
     if plan.host_bytes and cluster.node_ranks == 1 < cluster.world_size:
-        yield "The ranks on a node share its host memory; say how many with --ranks-per-node."
+        yield "The ranks on a node share its host memory; give their number with --ranks-per-node."
     yield ""
     yield from _speed_lines(plan)
 
 
 def _step_lines(plan: Plan) -> Iterator[str]:
-    """Yield how large a step is, across all ranks and micro-batches, and a warning if that's more than usual."""
+    """Yield the size of a step, across all ranks and micro-batches, and a warning if it's unusually large."""
     settings, ranks = plan.settings, plan.cluster.world_size
     parts = f" x {settings.micro_batches} parts" if settings.micro_batches > 1 else ""
     samples = f" in {plan.items_per_step // plan.sequence:,} sequences" if plan.sequence > 1 else ""
@@ -386,8 +386,8 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
         yield "The optimizer's update is limited by memory bandwidth; name a --device to include it."
     if plan.step_s is None:
         yield (
-            f"That's a lower limit: no unit's forward computes for {format_seconds(LAUNCH_BOUND_S)}, so the GPU waits "
-            "for its kernels to be launched. Larger batches, fewer units or torch.compile help."
+            f"That's a lower limit: every unit's forward takes less than {format_seconds(LAUNCH_BOUND_S)}, so the GPU waits "
+            "for kernels to be launched. Larger batches, fewer units or torch.compile help."
         )
         return
     shortest, longest = (format_seconds(bound) for bound in plan.step_s)
@@ -461,7 +461,7 @@ def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
 def _paste_lines(
     options: argparse.Namespace, plan: Plan, changes: list[tuple[str, Plan]], best: Plan | None
 ) -> Iterator[str]:
-    """Yield a command for the advised plan: the one that fits after all changes or, if this one fits, the fastest."""
+    """Yield a command for the advised plan: the one that fits after all changes or, if `plan` fits, the fastest."""
     advised = changes[-1][1] if changes else best if plan.fits else None
     if advised is None or plan.fits and (advised.settings == plan.settings or plan.step_s is None):
         return
@@ -472,7 +472,7 @@ def _paste_lines(
 
 
 def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
-    """Return the words of a command that makes `plan`, a changed version of the plan that `options` describe."""
+    """Return the words of a command that makes `plan`, which differs from the plan that `options` describe."""
     words = ["python", "-m", "fsdp_helpers", "plan"]
     for name in ("model", "config"):
         words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []

@@ -39,7 +39,7 @@ def write_json(content: dict, path: Path) -> None:
 
 
 def print_summary(record: RunRecord) -> None:
-    """Print the run's settings, how well it learned, and each rank's bytes."""
+    """Print the run's settings, its losses and accuracy, and each rank's bytes."""
     config = record.config
     print(
         f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "

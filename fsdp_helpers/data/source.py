@@ -1,4 +1,4 @@
-"""Find the images' source: MNIST, checked or downloaded once, in one process; otherwise scikit-learn's bundled digits."""
+"""Find the images' source: MNIST, checked or downloaded once, in one process; otherwise scikit-learn's digits."""
 
 import hashlib
 import io
@@ -177,7 +177,7 @@ def _failed_lately(folder: Path) -> bool:
         age_s = time.time() - (folder / FAILED_DOWNLOAD).stat().st_mtime
     except FileNotFoundError:
         return False
-    return 0 <= age_s < RETRY_AFTER_S  # a negative age is unknown: the clock was set back
+    return 0 <= age_s < RETRY_AFTER_S  # a negative age means that the clock was set back
 
 
 def _fetched(folder: str) -> bool:

@@ -50,7 +50,7 @@ def products_bytes(model: nn.Module, *inputs: Tensor) -> int:
 
 
 class ProductCount(TorchDispatchMode):
-    """A mode that adds up the output bytes of matrix products."""
+    """A dispatch mode that adds up the output bytes of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()

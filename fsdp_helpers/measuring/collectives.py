@@ -1,4 +1,4 @@
-"""Record a rank's collectives: the kind of each, its bytes, the bytes that the rank sends for it, and its times."""
+"""Record a rank's collectives: their kinds, their sizes, the bytes that the rank sends, and their times."""
 
 import threading
 import time
@@ -53,7 +53,7 @@ SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """A mode that records every collective in `events`, and waits for each one to finish before the next operation.
+    """A dispatch mode that records every collective in `events`, and lets each finish before the next operation.
 
     gloo completes a collective in a separate thread. If the last reference to a buffer is dropped there, the profiler,
     which follows only one thread, doesn't see the buffer being freed. Waiting makes byte counts exact and reproducible.

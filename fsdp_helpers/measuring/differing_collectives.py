@@ -45,7 +45,7 @@ def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | 
 
 
 class CollectiveLog(TorchDispatchMode):
-    """A mode that logs each collective to a file before it begins, so even one that never ends is in the log."""
+    """A dispatch mode that logs each collective to a file before it begins, so even one that never ends is logged."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()

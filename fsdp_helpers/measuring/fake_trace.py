@@ -1,7 +1,7 @@
 """Run a step without values: fake tensors compute a model's shapes, and we count the memory they would take.
 
-A fake tensor has a shape, a dtype and a device, but no memory. A mode that sees every operation counts the results'
-storages until they're freed. It can't see the memory that an operation allocates internally.
+A fake tensor has a shape, a dtype and a device, but no memory. A dispatch mode sees every operation and counts the
+results' storages until they're freed. It can't see the memory that an operation allocates internally.
 """
 
 import weakref
@@ -65,7 +65,7 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 class FakeTrace(TorchDispatchMode):
-    """A mode that keeps a running total of the bytes in operations' results; `mark` begins a new interval."""
+    """A dispatch mode that keeps a running total of the bytes of results; `mark` begins a new interval."""
 
     def __init__(self) -> None:
         super().__init__()

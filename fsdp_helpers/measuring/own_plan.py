@@ -212,7 +212,7 @@ def fake_step(
 def needs_no_values(name: str) -> Iterator[None]:
     """Within the block, raise ValueError with an explanation if the model, which has only shapes, needs values.
 
-    For example, a router chooses a token's experts by the token's values, so how many tokens an expert gets can't be
+    For example, a router chooses a token's experts by the token's values, so the number of tokens per expert can't be
     known from shapes.
     """
     try:
@@ -251,7 +251,7 @@ def fused_kernels() -> Iterator[None]:
 
 
 class OneKernelNorm(torch.autograd.Function):
-    """RMSNorm with a fused kernel's memory: it keeps its input and a statistic per token, and computes no values."""
+    """An RMSNorm with a fused kernel's memory: it keeps its input and a statistic per token, but computes no values."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
 
 
 def num_samples(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of those of its tensors that have the most dimensions.
+    """Return the number of samples in a batch: the first dimension of the tensors that have the most dimensions.
 
     For example, tokens of shape (4, 64) and positions of shape (64,) are four samples: a tensor with fewer dimensions
     than another may have no sample dimension. A length of 1 is broadcast over the batch, so it counts only if all these

@@ -39,7 +39,7 @@ class Run(NamedTuple):
     model: str
     variant: str
     world_size: int
-    real: bool  # True: one process per rank; False: one real rank, with the others imagined
+    real: bool  # True: one process per rank; False: one real rank, with the others faked
 
 
 RANKS = [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]
@@ -55,7 +55,7 @@ class ErrorRow:
     variant: str
     world_size: int
     real: bool
-    when: str  # the moment of the predicted peak
+    when: str  # when in the step the predicted peak is
     predicted_bytes: int
     peak_bytes: int
     predicted_state_bytes: int

@@ -105,7 +105,7 @@ def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> Ra
 def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
     """Measure this rank of a run of `config` on the CPU, in a real group or a fake one.
 
-    The images are random, and their number is what the rank would get. Raises ValueError if the run can't work on
+    The images are random; there are as many as the rank would get. Raises ValueError if the run can't work on
     `world_size` ranks, or has several micro-batches, since a step here has only one.
     """
     config.check_world_size(world_size)
@@ -139,7 +139,7 @@ def measure_own_rank_of_n(
 
 
 def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
-    """Apply the strategy of `config` to `model`, with the named modules as FSDP units and, if asked, recomputed."""
+    """Apply the strategy of `config` to `model`; the named modules are units, recomputed if `config` asks for it."""
     chosen = {model.get_submodule(name) for name in units}
     if config.activation_checkpointing != "none":
         model = checkpoint_activations(model, units, config.activation_checkpointing)

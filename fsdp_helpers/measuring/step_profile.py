@@ -248,7 +248,7 @@ class StepMarks:
         return hook
 
     def _left_as_a_unit(self, name: str, args: tuple, kwargs: dict, inputs: list[Tensor]) -> tuple[tuple, dict]:
-        """Pass a unit's inputs through a function first, as FSDP2 does; backward gets there when it leaves the unit."""
+        """Pass a unit's inputs through a function first, as FSDP2 does; backward reaches it when it leaves the unit."""
         passed = LeaveBackward.apply(lambda: self._note("leave_backward", name), *inputs)
         instead = {id(tensor): other for tensor, other in zip(inputs, passed, strict=True)}
         return tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))

@@ -1,1 +1,1 @@
-"""The models of the series, a Llama among them, and the shapes they're built from."""
+"""The series' models, including a Llama, and the shapes they're built from."""

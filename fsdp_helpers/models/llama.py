@@ -43,7 +43,7 @@ class Rotary(nn.Module):
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies as Llama 3.1 changes them for longer contexts: low ones are scaled down."""
+    """Return the frequencies with low ones scaled down for longer contexts, as in Llama 3.1."""
     turns = frequencies * scaling.original_context / (2 * math.pi)  # within the first training phase's context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -127,8 +127,8 @@ class Llama(nn.Module):
     """A language model: token IDs (N, length) -> logits (N, length, vocabulary) or, given targets, the summed loss.
 
     The loss is computed inside forward, while FSDP has the head unsharded, so `loss` may process the tokens in chunks.
-    If several documents are packed into one sequence, `documents` (N, length) says which one each token belongs to, and
-    a token attends only to its own document.
+    If several documents are packed into one sequence, `documents` (N, length) gives the document of each token, and a
+    token attends only to its own document.
     """
 
     def __init__(self, shape: LlamaShape) -> None:

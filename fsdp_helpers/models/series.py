@@ -1,4 +1,4 @@
-"""The models of the series, by name. They map images (N, 1, 28, 28) to (N, 10), or bytes (N, length) to (N, length, 256)."""
+"""The series' models, by name: images (N, 1, 28, 28) -> (N, 10), or bytes (N, length) -> (N, length, 256)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -103,7 +103,7 @@ class VisionTransformer(nn.Module):
 
 
 class DeepVisionTransformer(VisionTransformer):
-    """Eight blocks of width 256: 6,338,058 parameters, 789,760 per block. It's deep enough for activations to matter."""
+    """Eight blocks of width 256: 6,338,058 parameters, 789,760 per block. Deep enough for activations to matter."""
 
     def __init__(self) -> None:
         super().__init__(width=256, depth=8, num_heads=8)

@@ -75,7 +75,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Latent attention: queries, keys and values are projected through narrow vectors (DeepSeek-V2, arXiv:2405.04434)."""
+    """Latent attention: queries, keys and values pass through narrow vectors (DeepSeek-V2, arXiv:2405.04434)."""
 
     query_rank: int | None  # width of a token's latent query; None if queries come straight from the token
     kv_rank: int

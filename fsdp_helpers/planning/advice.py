@@ -1,4 +1,4 @@
-"""Say in a sentence whether a plan fits, find changes that make it fit, and find the fastest plan. No torch import."""
+"""State whether a plan fits, find changes that make it fit, and find the fastest plan. No torch import."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,8 +101,8 @@ def _is_better(changed: Plan, plan: Plan) -> bool:
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
     """Yield each change that's still possible and the plan it leads to, cheapest first.
 
-    Each has its cost: more units add latency; reducing after every micro-batch sends more; bf16 loses some precision,
-    where that matters little; a chunked loss computes the head's forward twice; recomputation takes a third more
+    Each has its cost: more units add latency; reducing after every micro-batch sends more; bf16 loses some precision
+    where it matters little; a chunked loss computes the head's forward twice; recomputation takes a third more
     arithmetic; a smaller batch needs more all-gathers for the same number of items; 8-bit moments need an extra
     library; more ranks cost money; pure bf16 loses small updates; and with offloading, every step waits for the host.
     """

@@ -57,7 +57,7 @@ def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, v
 def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, value_bytes: int = FP32_BYTES) -> int:
     """Return the bytes of the activations sent forward and the gradients sent back: 2 · tokens · width values.
 
-    A stage `at_the_end`, the first or the last, sends only one of the two. The numbers of stages and micro-batches
+    A stage `at_the_end` (the first or the last) sends only one of the two. The numbers of stages and micro-batches
     don't matter. Source: Y. Huang et al. 2018, arXiv:1811.06965.
     """
     return (1 if at_the_end else 2) * tokens * width * value_bytes

@@ -1,6 +1,6 @@
 """Read a model's name and shape from its `config.json`, for the planner. Needs neither torch nor transformers.
 
-A missing key gets the default of the model's configuration class in transformers, if that has one.
+A missing key gets the default of the model's configuration class in transformers, if there is one.
 """
 
 import json
@@ -24,7 +24,7 @@ Config = dict[str, Any]
 
 
 def read_config(path: str | Path) -> tuple[str, LlamaShape]:
-    """Return the name and shape of the model that `path`, a `config.json` or the folder with it, describes.
+    """Return the name and shape of the model described by `path`, a `config.json` or its folder.
 
     Raises ValueError, with the path, if the file isn't a model's config, if the kind of model is unknown, or if its
     sizes are impossible.

@@ -433,7 +433,7 @@ def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
 
 
 def _idle_in_a_block(width: int, experts: Experts) -> int:
-    """Return the number of weights in a block's experts that a token isn't sent to."""
+    """Return the number of weights in the experts of a block that a token doesn't use."""
     return 3 * (experts.number - experts.chosen) * experts.width * width
 
 

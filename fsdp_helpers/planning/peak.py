@@ -68,8 +68,8 @@ def walk_step(
     doesn't. gloo and the fake group run on a CPU, which also makes copies that a GPU doesn't need. `replicas` is the
     number of groups under "hybrid", each with a full copy of the state; the default is two. With `has_host`, offloaded
     state is in the host's memory instead of the device's; a rank on the CPU has no separate host. `optimizer` is one
-    of `planning.optimizers.OPTIMIZERS`. `precision`, one of `planning.precisions.PRECISIONS`, defaults to that of `config`.
-    Raises ValueError for a unit that isn't a module of the model.
+    of `planning.optimizers.OPTIMIZERS`. `precision`, one of `planning.precisions.PRECISIONS`, defaults to that of
+    `config`. Raises ValueError for a unit that isn't a module of the model.
     """
     ledger, sizes, chosen = Ledger(), PRECISIONS[precision or config.precision], named_optimizer(optimizer)
     ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
@@ -104,7 +104,7 @@ def _when(moment: Moment) -> str:
 
 
 def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
-    """Refuse FSDP1 if frozen and trained parameters share a unit, unless the profile was measured that way."""
+    """Raise ValueError if frozen and trained parameters share an FSDP1 unit, unless the profile allows for it."""
     mixed = frozen_beside_trained(profile, units)
     if mixed != profile.thawed:
         raise ValueError(

@@ -56,7 +56,7 @@ class Settings:
     replicas: int = setting(2, "number of groups for hybrid sharding, each with a full copy of the state")
     precision: str = setting(
         "fp32",
-        "fp32; mixed, with fp32 shards and reductions (bf16; fp16 for devices without bf16, with a scaled loss); or "
+        "fp32; mixed precision with fp32 shards and reductions (bf16, or fp16 with a scaled loss); or "
         "everything in bf16, moments included (pure-bf16)",
         choices=tuple(PRECISIONS),
     )

@@ -110,7 +110,7 @@ class _Seconds:
 
 
 def flops_by_unit(unit_flops: Mapping[str, float], units: set[str]) -> Counter[str]:
-    """Return each unit's number of operations; a module's belong to the innermost unit that contains it, or to the root."""
+    """Return each unit's operations, counting a module's in the innermost unit that contains it, or in the root."""
     found = Counter(dict.fromkeys(units, 0))
     for module, flops in unit_flops.items():
         around = [unit for unit in units if unit != ROOT and f"{module}.".startswith(f"{unit}.")]

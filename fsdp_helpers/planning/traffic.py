@@ -2,7 +2,7 @@
 
 N ranks in a ring split a tensor into N parts, and each rank passes on one part at a time: N - 1 times until the sums
 are complete (a reduce-scatter), and N - 1 times until every rank has all parts (an all-gather). An all-reduce does
-both. There's no algorithm with which every rank sends less: P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce
+both. No algorithm lets every rank send less: P. Patarasuk and X. Yuan, *Bandwidth optimal all-reduce
 algorithms for clusters of workstations*, 2009. A library may send more: gloo's reduce-scatter is an all-reduce, after
 which each rank keeps only its part.
 """

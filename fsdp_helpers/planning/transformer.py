@@ -1,6 +1,6 @@
 """Calculate the memory that transformer blocks, and stacks of them, take in a step. No torch import.
 
-Vision transformers and Llama-like models have no dropout. Their attention is fused: it doesn't write its scores, and
+Vision transformers and Llama-like models have no dropout. Their attention is fused: it doesn't store its scores, and
 keeps one logarithm per token and head. Norms and attention keep their statistics in fp32. The method comes from
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.1.
 """
@@ -62,7 +62,7 @@ def transformer_block_bytes(
 
 
 def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
-    """Return the most bytes in flight in such a block's backward, reached when it enters the hidden layer.
+    """Return the most bytes in flight in an `nn.TransformerEncoderLayer`'s backward, when it enters the hidden layer.
 
     Values per token, where h is the width: the incoming gradient, h; the same gradient after the last mask, h, while
     that mask, h, is freed; and the hidden layer's gradient, 4 h. The gradient of the second weight adds 4 h x h values.
@@ -203,7 +203,7 @@ def stack_profile(
     head: HeadBytes | None = None,
     **others,
 ) -> StepProfile:
-    """Return the profile of a step of a model whose `blocks` are all equal; otherwise, this is `layers_profile`."""
+    """Return the profile of a step of a model whose `blocks` are all the same; see `layers_profile`."""
     layer = Layer(shapes=block_shapes, bytes=block)
     return layers_profile(dict.fromkeys(blocks, layer), root_shapes, activation_checkpointing, head, **others)
 

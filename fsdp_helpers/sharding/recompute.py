@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep only a unit's input, and compute its other activations again in backward.
+"""Activation checkpointing: keep only a unit's input, and recompute its other activations in backward.
 
 Chen et al. 2016, arXiv:1604.06174. Selective checkpointing also keeps outputs that are expensive to compute and cheap
 to keep: Korthikanti et al. 2022, arXiv:2205.05198.

@@ -21,7 +21,7 @@ Policy: TypeAlias = Callable[..., bool] | CustomPolicy
 
 
 def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:
-    """Return a policy that makes a module a unit if `min_num_params` or more of its parameters aren't in units inside.
+    """Return a policy that makes a module a unit if at least `min_num_params` of its parameters aren't in inner units.
 
     It skips the modules in `tied` (see `holders_of_ties`); their parameters go into a unit around all of them.
     """

@@ -38,7 +38,7 @@ class LiveView:
         self._started_s = self._lines_s = self._curve_s = 0.0
 
     def start(self, what: str) -> None:
-        """Say what is starting; the first report replaces this line."""
+        """Show what's starting; the first report replaces this line."""
         if not self._title:
             self._title = what
             self._lines.show(f"{what}: starting")
@@ -160,6 +160,6 @@ def smoothed(losses: Sequence[float]) -> Sequence[float]:
     """Return a moving average of the losses: for each step, the mean of its loss and the losses just before it."""
     window = max(1, round(len(losses) * SMOOTHED_OVER))
     if window == 1:
-        return losses  # exactly; differences of sums would be rounded
+        return losses  # the exact values: differences of sums would be rounded
     sums = [0.0, *accumulate(losses)]
     return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in range(1, len(losses) + 1)]

@@ -94,7 +94,7 @@ def add_up_gradients(
 
 
 def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32, whatever dtype the model computes in.
+    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32, whatever the model's dtype.
 
     Cross-entropy works for both logits and log-probabilities, since log-softmax doesn't change log-probabilities.
     """

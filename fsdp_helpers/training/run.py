@@ -39,7 +39,7 @@ def train(
     on_data: Callable[[str], None] | None = None,
     **changes: object,
 ) -> RunRecord:
-    """Run `config`, with `changes` to its fields, in new processes; return the record of rank 0.
+    """Run `config`, with `changes` to its fields, in new processes; return rank 0's record.
 
     `world_size` defaults to 1 for strategy "local" and 2 for the others. The data is prepared before any process
     starts, and `on_data` is called with its source, "mnist" or "digits". With `watch`, a notebook shows a line per
@@ -60,7 +60,7 @@ def train(
     view, starting = _live_view() if watched else ProgressBar(), f"training, {count_ranks(world_size)} on {device}"
     with closing(view):
         with shown_by_message(ValueError, DataError, CheckpointError):
-            if progress and on_data is None:  # else a line about the data comes first
+            if progress and on_data is None:  # otherwise, a line about the data comes first
                 view.start(starting)
             source = prepare_run_data(config)
             if on_data is not None:

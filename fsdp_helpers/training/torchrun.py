@@ -83,7 +83,7 @@ def _check_place(place: Place) -> None:
 
 
 def _check_restarts() -> None:
-    """Refuse restarts that reuse torchrun's store: it keeps dead ranks' addresses, and gloo would try to connect to them."""
+    """Raise ValueError if restarts would reuse torchrun's store, where gloo would find dead ranks' addresses."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
@@ -92,7 +92,7 @@ def _check_restarts() -> None:
         )
 
 
-def speaks() -> bool:
+def reports_bad_input() -> bool:
     """Return True if this process should report bad input: if it's the only process, or rank 0."""
     return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
 

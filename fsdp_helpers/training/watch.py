@@ -17,7 +17,7 @@ STEADY_STEP = 3  # the first step creates optimizer state, and the second may re
 
 
 class StepWatch:
-    """An observer of a rank's training: times every step, measures a steady one, reports progress.
+    """An observer of a rank's training: it times every step, measures a steady one, and reports progress.
 
     Create it after the images are loaded and before the model is built, because the memory trace counts everything from
     then on. A resumed run has already taken `steps_before` steps, and its reports continue from there.
@@ -83,7 +83,7 @@ class StepWatch:
             self.trace = self._memory.last("train step", uncounted_bytes=batch_bytes)
 
     def rank_record(self, rank: int) -> RankRecord:
-        """Return this rank's record: the bytes it held, had at its peak, and sent."""
+        """Return this rank's record: its held bytes, its peak, and the bytes it sent."""
         return RankRecord(
             rank=rank,
             parameter_bytes=self.state.parameter_bytes,

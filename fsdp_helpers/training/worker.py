@@ -32,7 +32,7 @@ SAMPLE_BYTES = 400  # that a language model generates after training
 
 
 def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
-    """Train and evaluate a model as `config` says; every rank returns the same record, which covers all ranks."""
+    """Train and evaluate a model according to `config`; every rank returns the same record, which covers all ranks."""
     config.check_world_size(world_size)
     device = rank_device()
     config.check_device(device.type)
@@ -115,7 +115,7 @@ def train_epochs(
     """Train, then evaluate, epoch by epoch; return the epochs' records and the loss of every step.
 
     A rank sees only its own images, so it has only part of each sum. The parts are summed across ranks and divided
-    once, so every rank returns the same.
+    once, so every rank returns the same values.
     """
     epochs, step_losses = [], []
     settings = step_settings(config, watch.gradient_norms)
@@ -181,7 +181,7 @@ def config_batches(
 
 @record_function("data")  # traces leave out images that are loaded under this name
 def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's share of the first `config.max_steps` batches, on its device, for a short lesson."""
+    """Return this rank's share of the first `config.max_steps` batches, on its device, for a short run."""
     dataset = load_rank_data(config, rank_device())
     return list(islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps))
 

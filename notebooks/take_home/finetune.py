@@ -168,7 +168,7 @@ def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
     """Return the text's documents as token IDs, from the folder's tokenizer or, without one, as bytes."""
     documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
     if not documents:
-        sys.exit(f"{text} has no text to learn from")
+        sys.exit(f"{text} has no text to train on")
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 

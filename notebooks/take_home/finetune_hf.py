@@ -5,7 +5,7 @@ fewer GPUs than ranks.
 
 MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoModelForCausalLM` builds the model. (If it
 has no tokenizer and a vocabulary of 256, tokens are bytes.) DATA is a text file with blank lines between documents, or
-JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}. The model learns texts,
+JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}. The loss covers texts,
 completions, and the assistant's turns. Texts longer than --length are split, and longer conversations are cut off. As
 many documents as fit are packed into a row, unless the model's attention would mix them. Checkpoints and log.jsonl go
 in RUN, and so does the finished model (or the adapter), in a folder of its own.
@@ -299,17 +299,17 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
             if file.metadata()[DIGEST] == arguments.digest:
                 return
     tokens, learned, ends, counts = tokenize(arguments, tokenizer)
-    print(f"{counts['documents']:,} documents, {len(tokens):,} tokens, {sum(learned):,} of them learned", flush=True)
+    print(f"{counts['documents']:,} documents, {len(tokens):,} tokens, {sum(learned):,} of them trained on", flush=True)
     if counts["empty"]:
-        print(f"{counts['empty']:,} with nothing to learn are left out", flush=True)
+        print(f"{counts['empty']:,} with nothing to train on are left out", flush=True)
     if counts["split"] or counts["cut"]:
         both = f"{counts['split']:,} texts are split and {counts['cut']:,} conversations cut"
         print(f"longer than {arguments.length:,} tokens: {both}", flush=True)
     if counts["rewritten"]:
         turns = f"{counts['rewritten']:,} of the assistant's earlier turns"
-        print(f"the chat template rewrites {turns}; these are not learned", flush=True)
+        print(f"the chat template rewrites {turns}; we don't train on these", flush=True)
     if not tokens:
-        refuse(f"{arguments.data} contains nothing to learn")
+        refuse(f"{arguments.data} has nothing to train on")
     if max(tokens) >= vocabulary:
         refuse(
             f"the tokenizer of {arguments.model} has tokens up to {max(tokens)}; the embedding has {vocabulary} rows"
@@ -343,7 +343,7 @@ def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[
 
 
 def digest_of(arguments: argparse.Namespace) -> str:
-    """Return a digest of the model, tokenizer and data, in 16 digits. It leaves out the weights: they're too large."""
+    """Return a 16-digit digest of the model, tokenizer and data. It leaves out the weights: they're too large."""
     paths = [path for path in side_files(arguments.model) if path.name.startswith(TOKENS_BY)]
     found = hashlib.sha256(f"{arguments.length}".encode())
     for path in [*paths, arguments.data]:
@@ -463,7 +463,7 @@ class TokenLoss(nn.Module):
         return total
 
     def loss_of(self, output: type, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return a chunk's summed loss, from the model's own forward: some models scale or cap their logits in it."""
+        """Return a chunk's summed loss. The model's forward computes logits, since some models scale or cap them."""
         decoder = self.model.base_model
         decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         try:
@@ -475,7 +475,7 @@ class TokenLoss(nn.Module):
 
 def read_config(folder: Path) -> transformers.PretrainedConfig:
     if not (folder / "config.json").exists():
-        refuse(f"{folder} has no config.json; give the folder of a model in Hugging Face's layout")
+        refuse(f"{folder} has no config.json; give the folder of a model in Hugging Face format")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except ValueError as error:  # a model that this version doesn't know, or whose code is in its own folder
@@ -855,7 +855,7 @@ def choose_device() -> torch.device:
     num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
     if num_gpus < num_ranks:
         if num_gpus and os.environ["RANK"] == "0":
-            print(f"ATTENTION: {num_ranks} ranks but only {num_gpus} GPU(s) here; training on the CPU", flush=True)
+            print(f"WARNING: {num_ranks} ranks but only {num_gpus} GPU(s) here; training on the CPU", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -907,7 +907,7 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
 
 
 def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
-    """Accumulate the gradient of the mean loss over the batch's learned tokens. Return this rank's part of that mean.
+    """Accumulate the gradient of the batch's mean loss per target token. Return this rank's part of that mean.
 
     Each micro-batch's gradients are reduced right away; otherwise each rank would hold full gradients until the last.
     """
@@ -922,7 +922,7 @@ def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, dev
 
 @torch.no_grad()
 def held_out_loss(loss: TokenLoss, rows: Rows, size: int, device: torch.device) -> float:
-    """Return the mean loss over the learned tokens of the held-out documents."""
+    """Return the mean loss per target token of the held-out documents."""
     loss.eval()
     total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
     dist.all_reduce(total)
@@ -1052,7 +1052,7 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
     arguments.packed = documents_are_apart(loss, device)
     rows = Rows(arguments)
     kind = "packed" if arguments.packed else "padded"
-    say(f"{len(rows.learned)} rows to learn from, {len(rows.held_out)} held out, {kind}")
+    say(f"{len(rows.learned)} rows to train on, {len(rows.held_out)} held out, {kind}")
     arguments.steps = arguments.steps or math.ceil(arguments.epochs * len(rows.learned) / arguments.batch)
     check_resumed(arguments)
 

@@ -62,7 +62,7 @@ def make_schedule(adam: Adam) -> LambdaLR:
 
 
 def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
-    """Return the weights and Adam's state, by name, and whatever else we need. Only rank 0 calls this."""
+    """Return the weights and Adam's state, by name, and the step and schedule. Only rank 0 calls this."""
     checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     plain = build_model()
     weights = {}

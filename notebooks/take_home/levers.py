@@ -78,7 +78,7 @@ def main(device: torch.device) -> None:
             loss.backward()
             mean_loss += loss.detach() / world_size
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        norm = norm.full_tensor()  # from a DTensor to the norm over all shards, equal on every rank
+        norm = norm.full_tensor()  # from a DTensor to the norm over all shards, the same on every rank
         optimizer.step()
 
         dist.all_reduce(mean_loss)

@@ -104,7 +104,7 @@ def test_the_size_of_a_step_is_said_and_judged(capsys):
 def test_where_units_take_less_than_a_millisecond_there_is_no_range(capsys, tmp_path):
     path = tmp_path / "plan.json"
     small = said(capsys, "plan", *f"--model vit-mnist --world-size 8 --device h100 --json {path}".split())
-    assert "waits for its kernels to be launched" in small and "Between" not in small and "a day" not in small
+    assert "waits for kernels to be launched" in small and "Between" not in small and "a day" not in small
     written = json.loads(path.read_text())
     assert written["step_s"] is None and written["items_per_s"] is None and written["step_estimate_s"] > 0
 
@@ -175,7 +175,7 @@ def test_host_memory_is_that_of_a_node():
     # 16 bytes for each of 70,553,706,496 parameters, over 8 ranks: 141 GB a rank, 1,129 GB a node of eight
     offload = ["--model", "llama-70b", "--world-size", "8", "--device-memory-gb", "80", "--strategy", "fsdp-offload"]
     alone = squeezed(plan_lines(planned(*offload)))
-    assert "of a node of 1 141 GB" in alone and "say how many with --ranks-per-node" in alone
+    assert "of a node of 1 141 GB" in alone and "give their number with --ranks-per-node" in alone
     together = planned(*offload, "--ranks-per-node", "8", "--host-memory-gb", "1000")
     lines = squeezed(plan_lines(together))
     assert "for each rank 141 GB" in lines and "of a node of 8 1,129 GB" in lines

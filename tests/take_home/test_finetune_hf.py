@@ -215,8 +215,8 @@ def test_padded_rows_equal_one_document_at_a_time(home, on_two):
     """Two rows at a time, so that the shorter one is filled up; as many documents as rows."""
     right, _ = train_alone(home / "llama", home / "padded", words_of(home, "llama", "padded"))
     assert losses(home / "padded") == pytest.approx(right, abs=1e-5)
-    assert "117 rows to learn from, 3 held out, padded" in on_two["padded"][0].printed
-    packed = int(re.search(r"(\d+) rows to learn from, 1 held out, packed", on_two["llama"][0].printed)[1])
+    assert "117 rows to train on, 3 held out, padded" in on_two["padded"][0].printed
+    packed = int(re.search(r"(\d+) rows to train on, 1 held out, packed", on_two["llama"][0].printed)[1])
     assert packed < 40
 
 
@@ -323,7 +323,7 @@ def test_an_answer_is_learned_with_its_end_and_nothing_else():
 
 
 def test_a_template_that_rewrites_earlier_turns_is_told(tmp_path, capsys):
-    """As those do that drop the thoughts of all answers except the last; the others are not learned."""
+    """As those do that drop the thoughts of all answers except the last; the others aren't trained on."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{ m.content }}", "{% if m.role == 'user' or loop.last %}w9 {% endif %}{{ m.content }}"
@@ -333,7 +333,7 @@ def test_a_template_that_rewrites_earlier_turns_is_told(tmp_path, capsys):
     arguments.length, arguments.digest = CONTEXT, "digest"
     SCRIPT.tokenize_once(arguments, tokenizer, 64)
     said = capsys.readouterr().out
-    assert "the chat template rewrites 3 of the assistant's earlier turns; these are not learned" in said
+    assert "the chat template rewrites 3 of the assistant's earlier turns; we don't train on these" in said
 
 
 # ---------------------------------------------------------------- adapters
@@ -433,7 +433,7 @@ def test_empty_and_long_documents(tmp_path, capsys):
     SCRIPT.tokenize_once(arguments, None, 64)  # what is there is not made again
     data.write_text(" \n\n ")
     arguments.digest = "second"
-    assert "nothing to learn" in refused(capsys, SCRIPT.tokenize_once, arguments, make_tokenizer(), 64)
+    assert "nothing to train on" in refused(capsys, SCRIPT.tokenize_once, arguments, make_tokenizer(), 64)
 
 
 def test_a_conversation_that_is_too_long_is_cut(tmp_path, capsys):
@@ -445,7 +445,7 @@ def test_a_conversation_that_is_too_long_is_cut(tmp_path, capsys):
     arguments.digest = "digest"
     SCRIPT.tokenize_once(arguments, make_tokenizer(), 64)
     said = capsys.readouterr().out
-    assert "1 with nothing to learn are left out" in said and "2 conversations cut" in said
+    assert "1 with nothing to train on are left out" in said and "2 conversations cut" in said
 
 
 # ---------------------------------------------------------------- rows
@@ -501,7 +501,7 @@ def test_settings_as_words(capsys, monkeypatch):
     for name, value in {"LOCAL_WORLD_SIZE": "2", "RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}.items():
         monkeypatch.setenv(name, value)
     assert SCRIPT.choose_device() == torch.device("cpu")
-    assert "ATTENTION: 2 ranks but only 1 GPU(s) here; training on the CPU" in capsys.readouterr().out
+    assert "WARNING: 2 ranks but only 1 GPU(s) here; training on the CPU" in capsys.readouterr().out
 
 
 def test_the_learning_rate_worked_by_hand():

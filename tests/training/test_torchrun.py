@@ -67,7 +67,7 @@ def test_two_agents_and_launch_learn_the_very_same(undisturbed, tmp_path):
     ):
         assert [first.wait(), second.wait()] == [0, 0], first.output + second.output
     output = first.output + second.output
-    assert output.count("epoch 1:") == output.count("Data: ") == 1  # rank 0 alone speaks
+    assert output.count("epoch 1:") == output.count("Data: ") == 1  # only rank 0 prints
     found = json.loads((tmp_path / "two.json").read_text())
     check_json(found)
     assert found["step_losses"] == undisturbed(6) and found["world_size"] == len(found["ranks"]) == 2

@@ -31,7 +31,7 @@ def python_is_new_enough() -> Outcome:
 
 
 def versions_fit() -> Outcome:
-    """Check that the requirements of this package, torch and torchvision are installed, and that the last two load."""
+    """Check that torch and torchvision load, and that their requirements and this package's are installed."""
     problems = [problem for name in (OURS, *LOADED) for problem in unmet(name)]
     if problems:
         return Outcome(False, f"{'; '.join(problems)}; {INSTALL}")
@@ -67,7 +67,7 @@ def why_unmet(name: str, requirement: Any) -> str:
 
 
 def versions_as_locked() -> Outcome:
-    """Count the packages whose versions differ from the tested ones; that's allowed."""
+    """Count the packages whose versions differ from the tested ones (which is allowed)."""
     if not LOCK.is_file():
         raise Unfit("there's no requirements.lock next to the package, so there's nothing to compare with")
     locked = locked_versions(LOCK.read_text())

@@ -1,4 +1,4 @@
-"""Processes left over from earlier runs: fork servers whose notebook has ended, and ranks whose torchrun has."""
+"""Find processes left over from earlier runs: fork servers whose notebook has ended, ranks whose torchrun has."""
 
 import time
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Orphan:
 
 
 def processes_of_earlier_runs() -> Outcome:
-    """List processes that may be left over, but only as a note: only their owner knows if they're still needed."""
+    """List processes that may be left over, as a note: only their owner knows whether they're still needed."""
     left = list(orphans())
     if not left:
         return Outcome(True, "no processes from earlier runs")

@@ -105,13 +105,13 @@ def data_can_be_used() -> Outcome:
     folder = find_data_dir()
     try:
         if mnist_is_there(folder, checksums=True):
-            return Outcome(True, "MNIST is there, and complete")
+            return Outcome(True, "MNIST is there and complete")
         is_packed = len(packed_files(folder)) == len(MNIST_FILES)
     except DataError as error:
         return Outcome(False, str(error))
     if problem := why_not_writable(folder):
         remedy = "make it writable, set FSDP_DATA_DIR to a different one, or FSDP_OFFLINE=1 for the bundled digits"
-        where = "is packed in" if is_packed else "isn't in"
+        where = "is compressed in" if is_packed else "isn't in"
         return Outcome(False, f"MNIST {where} {folder}, and that folder isn't writable ({problem}); {remedy}")
     if is_packed:
         return Outcome(True, "MNIST is there, complete but still compressed: the first run unpacks it")

@@ -26,7 +26,7 @@ def rank_variables() -> Outcome:
         return Outcome(True, "set by torchrun, which started this command")
     if not any(name in found for name in TELLING):
         return note(
-            f"{said}: left over? A script with its own `init_process_group` would use them; otherwise, `unset {names}`"
+            f"{said}: left over? Unless they're for a script that calls `init_process_group` itself, `unset {names}`"
         )
     if found.items() <= variables_of(1).items():
         return note(f"{said}: set when this container was started; start ranks with torchrun, or `unset {names}`")

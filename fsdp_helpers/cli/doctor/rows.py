@@ -32,7 +32,7 @@ def note(measured: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Look:
-    """One line of the report: `run` checks something, and returns the finding and, if it's wrong, the fix."""
+    """A check with its title in the report; `run` returns the finding and, if something's wrong, the fix."""
 
     title: str
     run: Callable[[], Outcome]

@@ -28,7 +28,7 @@ PRINT_S = 120  # for one page, on a busy machine
 
 
 def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collection[str] = ()) -> str:
-    """Return a notebook as a printable page that links to the `others`. Hints are at the end, then any solutions."""
+    """Return a notebook as a printable page that links to the `others`. Hints come at the end, then any solutions."""
     hints, answers = [], []
     for exercise, title, text in take_folded(notebook):
         (answers if title in ("Solution", "Answers") else hints).append(f"**{exercise} · {title}.** {text.strip()}")

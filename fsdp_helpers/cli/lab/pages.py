@@ -46,7 +46,7 @@ def notebook_body(notebook: nbformat.NotebookNode) -> str:
 
 
 def embed_pictures(body: str, folder: Path) -> str:
-    """Return the page with its pictures embedded; they're files in `folder`."""
+    """Return the page with its pictures, which are files in `folder`, embedded."""
 
     def embedded(found: re.Match) -> str:
         path = folder / found["file"]

@@ -29,7 +29,7 @@ def run(path: Path) -> None:
     """Execute a notebook in its folder and write it back."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # the times of execution, which change with every run
+        cell.metadata.pop("execution", None)  # execution times, which change with every run
     NotebookClient(
         notebook, timeout=CELL_S, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
     ).execute()

@@ -149,7 +149,7 @@ class Shards:
         return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
 
     def update(self) -> None:
-        """Hold the optimizer step's temporaries for a moment, on top of all shards."""
+        """Hold the optimizer step's temporaries, on top of all shards, and free them."""
         if self._offloads:
             return
         largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)

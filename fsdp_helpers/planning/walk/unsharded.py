@@ -15,7 +15,7 @@ class WholeModel:
     """A rank that keeps all parameters and moments; gradients appear one by one, and DDP's buckets are always there.
 
     The buckets are as large as the gradients. With `bucket_view`, they are the gradients. If a parameter already has a
-    gradient, a new one counts as part of the activations until it's added, because that's where the profile has it.
+    gradient, a new one counts as part of the activations until it's added, because that's how the profile counts it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WholeModel:
         self._limit = FIRST_BUCKET_BYTES
 
     def update(self) -> None:
-        """Hold the optimizer step's temporaries for a moment."""
+        """Hold the optimizer step's temporaries, and free them."""
         values = self._optimizer.in_flight_values(self._num_trained, max(self._trained.values(), default=0))
         size = {"values": values, "value_bytes": self._kept_bytes}
         self._ledger.hold(ROOT, Term(kind="optimizer", name="in flight", **size))

@@ -39,7 +39,7 @@ class Crash(NotYet):
 
 
 class Solved(str):
-    """The verdict on a right answer; a notebook shows it in green, with the number of exercises solved."""
+    """The verdict on a correct answer; a notebook shows it in green, with the number of exercises solved."""
 
     count: str  # type: ignore[assignment]  # hides str.count, which isn't needed here
 
@@ -56,7 +56,7 @@ _solved: set[str] = set()
 
 
 def exercise(notebook: str) -> Callable:
-    """Return a decorator for a notebook's checkers: it counts the exercises they pass, and lets them raise only NotYet.
+    """Return a decorator for a notebook's checkers: it counts solved exercises, and lets checkers raise only NotYet.
 
     An unexpected kind of answer mustn't end in a traceback through the checker, which would show the solution.
     """
@@ -84,7 +84,7 @@ def exercise(notebook: str) -> Callable:
 
 def show_links(cards: Sequence[str]) -> None:
     """Show links to these cards in notebook 11, since links in an error's text can't be clicked."""
-    from IPython.display import Markdown, display  # ranks import this module too, and don't need IPython
+    from IPython.display import Markdown, display  # ranks import this module, too, but don't need IPython
 
     display(Markdown(f"Notebook 11 breaks the same thing on purpose, and fixes it: {' · '.join(map(link_to, cards))}"))
 

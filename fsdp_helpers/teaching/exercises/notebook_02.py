@@ -24,7 +24,7 @@ BUCKET_SIZES = (41_000, 1_000_000)  # bytes; the largest gradient fits in either
 
 @exercise("02")
 def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] | None) -> str:
-    """Notebook 02: the smallest bucket, in bytes, for which latency is at most a tenth of a ring all-reduce's time."""
+    """Notebook 02: check the smallest bucket, in bytes, for which latency is at most 10% of an all-reduce's time."""
     # One pass takes the link's latency plus the time to send one part. Fresh links range from a
     # loopback to one between buildings.
     fresh = [(DRAW.randint(2, 2_048), DRAW.uniform(1, 200) * 1e-6, DRAW.uniform(0.1, 900) * 1e9) for _ in range(5)]
@@ -32,7 +32,7 @@ def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] 
         given = call(smallest_bucket, world_size, latency_s, bytes_per_s)
         expect_number(given)
         says = (
-            f"for {world_size} ranks, {latency_s * 1e6:.1f} µs and {bytes_per_s / 1e9:.1f} GB/s, your function says"
+            f"for {world_size} ranks, {latency_s * 1e6:.1f} µs and {bytes_per_s / 1e9:.1f} GB/s, your function returns"
             f" {given:,.0f} bytes; "
         )
         expect(given > 0, f"{says}an empty bucket sends nothing")
@@ -46,7 +46,7 @@ def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] 
 
 @exercise("02")
 def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 02: `average_gradients(model, bucket_bytes)` matches DDP's losses, with one all-reduce per bucket."""
+    """Notebook 02: check `average_gradients(model, bucket_bytes)`: DDP's losses, with one all-reduce per bucket."""
     read_module(module, "average_gradients")
     for world_size in ranks:
         answer = run_on_ranks(average_by_reader, module, world_size)[0]

@@ -42,7 +42,7 @@ SAME_PEAK = 0.01  # relative difference allowed between the peaks of two runs wi
 
 @exercise("03")
 def check_lower_peak(record: RunRecord | None) -> str:
-    """Notebook 03: a run of ShallowNet that peaks below 30 MB on every rank, without changing the batch."""
+    """Notebook 03: check that a run of ShallowNet peaks below 30 MB on every rank, with its batch unchanged."""
     verdict = judge_run(record, LOWER_PEAK)
     again = train(
         replace(record.config, max_steps=3), world_size=record.world_size, device=record.device, progress=False
@@ -50,7 +50,7 @@ def check_lower_peak(record: RunRecord | None) -> str:
     for told, measured in zip(record.ranks, again.ranks, strict=True):
         expect(
             abs(told.peak_bytes - measured.peak_bytes) <= SAME_PEAK * measured.peak_bytes,
-            f"your record says that rank {told.rank} peaks at {format_bytes(told.peak_bytes)}; when we"
+            f"in your record, rank {told.rank} peaks at {format_bytes(told.peak_bytes)}; when we"
             f" ran the same settings again, it peaked at {format_bytes(measured.peak_bytes)}",
         )
     return verdict
@@ -58,7 +58,7 @@ def check_lower_peak(record: RunRecord | None) -> str:
 
 @exercise("03")
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 03: a `Unit` with `shard`, `unshard`, `reduce_gradients` and `reshard`; a rank holds 16 P / N bytes."""
+    """Notebook 03: check a `Unit` that shards, unshards, reduces gradients, reshards; a rank holds 16 P / N bytes."""
     read_module(module, "Unit")
     for found, says, world_size in results_of(train_readers_unit, module, ranks):
         _expect_unit(found, -(-NET_PARAMS // world_size), says)
@@ -70,7 +70,7 @@ class TrainedUnit:
     """The result, on one rank, of training with a reader's unit."""
 
     losses: list[float]
-    right: list[float]  # one process's losses
+    right: list[float]  # the losses in one process
     shard_values: int
     built_bytes: int  # held after `__init__`
     held_bytes: int  # held between steps
@@ -101,7 +101,9 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
         f"{says}{found.elsewhere_bytes:,} bytes are held between steps outside of torch, in NumPy or Python; a rank keeps"
         " its shard and nothing else",
     )
-    expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's", "wrong-summed-loss")
+    expect_same_losses(
+        found.losses, found.right, f"{says}the losses don't match a single-process run", "wrong-summed-loss"
+    )
 
 
 def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:

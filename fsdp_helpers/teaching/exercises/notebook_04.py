@@ -61,13 +61,13 @@ CUT_COLLECTIVES = 14
 
 @exercise("04")
 def check_threshold(record: RunRecord | None) -> str:
-    """Notebook 04: choose DeepNet's units on two ranks, within limits on the peak and on the collectives per step."""
+    """Notebook 04: check DeepNet's units on two ranks, with limits on the peak and on the collectives per step."""
     return judge_run(record, THRESHOLD)
 
 
 @exercise("04")
 def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 04: `shard_model(model, mesh)` chooses a transformer's units, for a low peak with few collectives."""
+    """Notebook 04: check that `shard_model(model, mesh)` chooses units for a low peak with few collectives."""
     read_module(module, "shard_model")
     for found, says, world_size in results_of(train_readers_cut, module, ranks):
         _expect_cut(found, CUT_PEAK_BYTES[world_size], says)
@@ -82,7 +82,7 @@ class TrainedCut:
     """The result, on one rank, of training a model whose units a reader chose."""
 
     losses: list[float]
-    right: list[float]  # one process's losses
+    right: list[float]  # the losses in one process
     whole: list[str]  # parameters that aren't sharded
     in_root: list[str]  # blocks with parameters that belong only to the root
     peak_bytes: int
@@ -108,7 +108,7 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
         f"{says}{', '.join(found.in_root)} belong only to the root, which stays unsharded from forward to backward",
         "memory-root-only",
     )
-    expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's")
+    expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
 
 
 class SmallTransformer(nn.Module):
@@ -179,7 +179,7 @@ class TrainedHooks:
     """The result, on one rank, of training with a reader's hooks."""
 
     losses: list[float]
-    right: list[float]  # one process's losses
+    right: list[float]  # the losses in one process
     num_gathers: int  # in the last step
     left: dict[str, int]  # by moment, the blocks' bytes of full parameters while no block computes
     most_whole: int  # the most blocks that are unsharded at once while one computes
@@ -187,7 +187,7 @@ class TrainedHooks:
 
 @exercise("04")
 def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 04: `hook_block(block, whole, gather)` lets `whole` occupy memory only while its block computes."""
+    """Notebook 04: check `hook_block(block, whole, gather)`: `whole` takes memory only while its block computes."""
     read_module(module, "hook_block")
     for found, says, _ in results_of(train_readers_hooks, module, ranks):
         _expect_hooks(found, says)
@@ -202,7 +202,7 @@ def _expect_hooks(found: TrainedHooks, says: str) -> None:
         f"{says}{found.num_gathers} all-gathers per step, not {GATHERS}: per block, one in forward and one in backward",
     )
     expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are unsharded at once while one computes")
-    expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's")
+    expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
 
 
 class Block(nn.Module):
@@ -217,7 +217,10 @@ class Block(nn.Module):
 
 
 class Widen(nn.Module):
-    """Repeat the columns. There are no parameters, so the output needs no gradient. (B, WIDTH) -> (B, HOOKED_WIDTH)"""
+    """A layer that repeats columns and has no parameters, so its output needs no gradient.
+
+    (B, WIDTH) -> (B, HOOKED_WIDTH)
+    """
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.repeat(1, -(-HOOKED_WIDTH // WIDTH))[:, :HOOKED_WIDTH]
@@ -249,7 +252,7 @@ class ShardedBlock:
 
     @property
     def whole_bytes(self) -> int:
-        """Return the size of `whole`'s storage at this moment."""
+        """Return the current size of `whole`'s storage."""
         return self.whole.untyped_storage().nbytes()
 
     def gather(self, whole: Tensor) -> None:
@@ -273,7 +276,7 @@ class ShardedBlock:
 
 
 class Onlooker:
-    """Records the blocks' bytes of full parameters, and the largest number of blocks unsharded at once."""
+    """A recorder of the blocks' bytes of full parameters, and of the largest number of blocks unsharded at once."""
 
     def __init__(self, blocks: list[ShardedBlock]) -> None:
         self.blocks = blocks

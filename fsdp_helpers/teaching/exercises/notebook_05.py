@@ -19,7 +19,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import read_module
 
 @exercise("05")
 def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None) -> str:
-    """Notebook 05: the (device bytes, host bytes) that a rank holds between steps with everything offloaded."""
+    """Notebook 05: check the (device bytes, host bytes) that a rank holds between steps with everything offloaded."""
     for num_params, world_size in sizes_and_ranks((1_000_000, 1), (94_104_234, 2)):
         given = call(split, num_params, world_size)
         is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -27,7 +27,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
         for number in given:
             expect_number(number)
         on_device, on_host = given
-        says = f"for {format_count(num_params)} parameters on {world_size} rank(s), your function says "
+        says = f"for {format_count(num_params)} parameters on {world_size} rank(s), your function returns "
         expect(
             abs(on_device) < 1,
             f"{says}{on_device:,.0f} bytes on the device; which of a unit's bytes are there between steps?",
@@ -42,7 +42,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
 
 @exercise("05")
 def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float], int] | None) -> str:
-    """Notebook 05: the fewest images per rank whose arithmetic takes at least as long as a step's copies.
+    """Notebook 05: check the fewest images per rank whose arithmetic takes at least as long as a step's copies.
 
     The arguments are the number of parameters, how many of them are in the root, the number of ranks, the seconds of
     arithmetic per image, and the link's bytes per second in each direction; both directions run at once, in parallel
@@ -54,7 +54,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
         copies_s = 4 * (2 * num_params - root_params) / world_size / bytes_per_s  # the slower direction
         says = (
             f"for {format_count(num_params)} parameters, {format_count(root_params)} of them in the root, {world_size}"
-            f" rank(s), {1e3 * image_s:.2f} ms per image, {format_bytes(round(bytes_per_s))}/s: your function says {given}; "
+            f" rank(s), {1e3 * image_s:.2f} ms per image, {format_bytes(round(bytes_per_s))}/s: your function returns {given}; "
         )
         expect(given >= 1, f"{says}a step has at least one image")
         expect(
@@ -83,12 +83,12 @@ def _links() -> Iterator[tuple[int, int, int, float, float]]:
 
 @exercise("05")
 def check_plan(module: str = "my_plan") -> str:
-    """Notebook 05: `blocks_to_offload(...)`, the fewest blocks to offload; None if no number fits."""
+    """Notebook 05: check `blocks_to_offload(...)`, the fewest blocks to offload; None if no number fits."""
     plan = read_module(module, "blocks_to_offload")
     for case in _plan_cases():
         given = _plan_of_reader(plan, case)
         fitting = [count for count in range(case["num_blocks"] + 1) if _fits(count, **case)]
-        says = f"for {', '.join(f'{name}={value:,}' for name, value in case.items())}, your function says {given}; "
+        says = f"for {', '.join(f'{name}={value:,}' for name, value in case.items())}, your function returns {given}; "
         if given is None:
             expect(not fitting, f"{says}there's a number of blocks that fits both memories")
             continue

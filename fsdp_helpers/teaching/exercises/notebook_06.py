@@ -50,13 +50,13 @@ BACKGROUND_S = 0.4  # how long a save in the background gets
 
 @exercise("06")
 def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:
-    """Notebook 06: the bytes of a checkpoint with Adam in fp32, for any strategy and any number of ranks."""
+    """Notebook 06: check the bytes of a checkpoint with Adam in fp32, for any strategy and any number of ranks."""
     for num_params in (1_199_882, 7 * 10**9, *(DRAW.randint(1, 10**10) for _ in range(FRESH_CASES))):
         given = call(checkpoint_bytes, num_params)
         expect_number(given)
         expect(
             abs(given - 12 * num_params) < 1,
-            f"for {format_count(num_params)} parameters, your function says {format_bytes(int(given))}, too"
+            f"for {format_count(num_params)} parameters, your function returns {format_bytes(int(given))}, too"
             f" {'much' if given > 12 * num_params else 'little'}; which"
             " of a parameter's values does the next step need?",
         )
@@ -65,7 +65,7 @@ def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> s
 
 @exercise("06")
 def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]] | None) -> str:
-    """Notebook 06: which of the old ranks' files a new rank opens, for a tensor sharded along its first dimension."""
+    """Notebook 06: check which of the old ranks' files a new rank opens, for a tensor sharded by rows."""
     draw = DRAW.randint
     fresh = [(draw(1, 200), draw(1, 9), draw(1, 9)) for _ in range(4 * FRESH_CASES)]
     # the same number of ranks; rows for only three of four ranks; ranges that touch but don't overlap; padding
@@ -87,7 +87,7 @@ def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: st
         expect_whole(old)
     right = [old for old in range(saved) if set(mine) & set(_rows(num_rows, saved, old))]
     keeps = f"keeps rows {mine[0]} to {mine[-1]}" if mine else "keeps no rows"
-    says = f"{num_rows} rows, written by {saved} ranks and {reader} {keeps}, and your function says {list(given)}; "
+    says = f"{num_rows} rows, written by {saved} ranks and {reader} {keeps}, and your function returns {list(given)}; "
     expect(set(given) <= set(right), f"{says}some of these files have none of its rows")
     expect(set(given) >= set(right), f"{says}some of its rows are in other files")
     expect(len(given) == len(right), f"{says}it opens a file twice")
@@ -101,7 +101,7 @@ def _rows(num_rows: int, world_size: int, rank: int) -> range:
 
 @exercise("06")
 def check_saving_interval(interval_s: Callable[[float, float], float] | None) -> str:
-    """Notebook 06: the interval between checkpoints, in seconds, that loses the least time, by Young's formula."""
+    """Notebook 06: check the interval between checkpoints, in seconds, that loses the least time (Young's formula)."""
     draw = DRAW.uniform
     for save_s, between_failures_s in (
         (10.0, 86_400.0),
@@ -114,7 +114,7 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
         least = 2 * (save_s / (2 * between_failures_s)) ** 0.5  # both are equal at the best interval
         expect(
             saving + lost_work <= (1 + FLAT) * least,
-            f"for saves of {save_s:.1f} s and a failure every {between_failures_s:,.0f} s, your function says "
+            f"for saves of {save_s:.1f} s and a failure every {between_failures_s:,.0f} s, your function returns "
             f"{given:,.1f} s, where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; "
             "a different interval costs less",
         )
@@ -123,7 +123,7 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
 
 @exercise("06")
 def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
-    """Notebook 06: `train_loop(...)`, killed on the first number of ranks and resumed on the second."""
+    """Notebook 06: check `train_loop(...)`, killed on the first number of ranks and resumed on the second."""
     read_module(module, "train_loop")
     killed_on, resumed_on = ranks
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
@@ -217,7 +217,7 @@ def cut_short(taken: dict[int, Tensor]):
 
     With DCP, only rank 0's file is written. `torch.save` writes half of its file.
     """
-    dying = dist.new_group(timeout=timedelta(seconds=5))  # a group of its own: a save may run in a thread
+    dying = dist.new_group(timeout=timedelta(seconds=5))  # a separate group, since a save may run in a thread
     write_data, save = FileSystemWriter.write_data, torch.save
 
     def write_some_data(writer: FileSystemWriter, plan: object, planner: object) -> Any:

@@ -34,13 +34,13 @@ PARTS = 4  # micro-batches per rank; each of 2 or 3 ranks has 12 or 8 images
 
 @exercise("07")
 def check_levers(record: RunRecord | None) -> str:
-    """Notebook 07: a run of the transformer on two ranks that peaks below 80 MB, without activation checkpointing."""
+    """Notebook 07: check that the transformer's run on two ranks peaks below 80 MB without activation checkpointing."""
     return judge_run(record, LEVERS)
 
 
 @exercise("07")
 def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 07: `add_up_gradients(model, parts, loss_of)` reduces once; `gradient_norm(model)` covers all shards."""
+    """Notebook 07: check `add_up_gradients(model, parts, loss_of)`, which reduces once, and `gradient_norm(model)`."""
     read_module(module, "add_up_gradients")
     read_module(module, "gradient_norm")
     for world_size in ranks:
@@ -77,7 +77,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
     )
     expect(
         abs(given / step["norm"] - 1) < TOLERANCE,
-        f"{says}gradient_norm says {given:.5f}, not the norm of the full gradient; whose shards does it cover?",
+        f"{says}gradient_norm returns {given:.5f}, not the norm of the full gradient; whose shards does it cover?",
         "wrong-local-norm-logged",
         "wrong-clip-local-norm",
     )
@@ -87,8 +87,8 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
 def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
     """Run the reader's steps; return each step's passes, reduce-scatters and gradient norms.
 
-    The norms are the one that the reader returns, the accumulated gradient's before and after that call, and one
-    process's.
+    The norms are the one that the reader returns, the accumulated gradient's before and after that call, and the one
+    in a single process.
     """
     add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
     model, plain = shard_net(world_size), build_net()
@@ -121,7 +121,7 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def as_number(given: Any) -> float | str:
-    """Return a number, or a plain tensor with one value, as a float; for all else, even a DTensor, its type's name."""
+    """Return a number or a plain one-value tensor as a float; for anything else, even a DTensor, its type's name."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__
 

@@ -46,15 +46,13 @@ LACKING = "blocks.3.linear1.weight"  # a file without it is damaged
 
 @exercise("08")
 def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
-    """Notebook 08: the number of parameters in a ViT, from the nine numbers in its shape."""
+    """Notebook 08: check the number of parameters in a ViT, from the nine numbers in its shape."""
     for shape in [*VIT_SHAPES.values(), *(_fresh_shape() for _ in range(FRESH_CASES))]:
         with torch.device("meta"):
             right = count_params(ViT(shape))
         given = call(vit_parameters, **asdict(shape))
         expect_whole(given)
-        says = (
-            f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())}, your function says {given:,}"
-        )
+        says = f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())}, your function returns {given:,}"
         expect(given == right, f"{says}; the model with this shape has {'more' if given < right else 'fewer'}")
     return "Right for every shape, up to ten billion parameters."
 
@@ -76,14 +74,16 @@ def _fresh_shape() -> ViTShape:
 
 @exercise("08")
 def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
-    """Notebook 08: the fewest ranks that can initialize a model from meta, layer by layer; None if it never fits.
+    """Notebook 08: check the fewest ranks that can initialize a model from meta, layer by layer; None if it never fits.
 
     `layers` lists the number of parameters in each layer, which is one tensor; a device has room for `device_bytes`.
     Shards aren't rounded up.
     """
     for layers, device_bytes in _starts():
         given = call_or_none(fewest_ranks, layers, device_bytes)
-        says = f"for layers of {layers} parameters and devices of {device_bytes:,} bytes, your function says {given}; "
+        says = (
+            f"for layers of {layers} parameters and devices of {device_bytes:,} bytes, your function returns {given}; "
+        )
         if given is None:
             # A million ranks keep next to nothing of each layer.
             expect(not _starts_on(10**6, layers, device_bytes), f"{says}with enough ranks, it fits")
@@ -117,7 +117,7 @@ def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
 
 @exercise("08")
 def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 08: `start_sharded(build, weights, mesh)` builds on meta, shards, and loads rank 0's weights."""
+    """Notebook 08: check that `start_sharded(build, weights, mesh)` builds on meta, shards, and loads the weights."""
     read_module(module, "start_sharded")
     for found, says, _ in results_of(start_by_reader, module, ranks):
         _expect_start(found, says)
@@ -136,7 +136,7 @@ class StartedByReader:
     buffer_right: bool
     extra_bytes: int  # the most allocated during the start, on top of the sharded model
     losses: list[float]
-    right: list[float]  # one process's losses with the same weights
+    right: list[float]  # the losses in one process with the same weights
 
 
 def _expect_start(found: StartedByReader, says: str) -> None:
@@ -169,7 +169,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     expect_same_losses(
         found.losses,
         found.right,
-        f"{says}the losses don't match rank 0's weights",
+        f"{says}the losses aren't those of rank 0's weights",
         "wrong-different-seeds",
     )
 

@@ -1,4 +1,4 @@
-"""Check the planner that a reader builds, against ours on fresh clusters and against one real rank of N."""
+"""Check a reader's planner against ours on fresh clusters, and against one real rank of N."""
 
 from collections.abc import Callable
 from random import SystemRandom
@@ -28,10 +28,10 @@ TOLERANCE = 0.03  # between the formulas and what a rank allocates
 
 @exercise("09")
 def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
-    """Notebook 09: `largest_batch(model, world_size, device_gb, allowance_gb)`, in images per rank; None if none fits.
+    """Notebook 09: check `largest_batch(model, world_size, device_gb, allowance_gb)`, in images per rank.
 
-    The model trains with FSDP2 in fp32, with a unit per block and every block recomputed. At the end, a real rank of N
-    trains with the reader's batch on a very small device.
+    It returns None if not even one image fits. The model trains with FSDP2 in fp32, with a unit per block and every
+    block recomputed. At the end, a real rank of N trains with the reader's batch on a very small device.
     """
     largest_batch = read_module(module, "largest_batch", with_package=True)
     cases = _cases(num_cases)
@@ -69,7 +69,7 @@ def _cases(num_cases: int) -> list[dict[str, Any]]:
 def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
     """Raise NotYet unless the reader's batch fits and one more image doesn't."""
     given = call_or_none(largest_batch, *case.values())
-    says = f"for {', '.join(f'{name}={value}' for name, value in case.items())}, your function says {given}; "
+    says = f"for {', '.join(f'{name}={value}' for name, value in case.items())}, your function returns {given}; "
     subject = named_subject(case["model"])
     if given is None:
         expect(_spare(subject, 1, case) < 0, f"{says}one image on each rank fits")
@@ -77,7 +77,7 @@ def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
     expect_whole(given)
     expect(given >= 1, f"{says}if not even one image fits, the answer is None")
     spare = _spare(subject, int(given), case)
-    expect(spare >= 0, f"{says}that is {format_bytes(-round(spare))} too much, including the allowance")
+    expect(spare >= 0, f"{says}that's {format_bytes(-round(spare))} too much, including the allowance")
     expect(_spare(subject, int(given) + 1, case) < 0, f"{says}one more image fits, too")
     return int(given)
 

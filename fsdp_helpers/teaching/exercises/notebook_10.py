@@ -230,7 +230,7 @@ SHORT_OPTIONS = {"-p": "partition", "-A": "account", "-N": "nodes", "-t": "time"
 
 @exercise("10")
 def check_job_script(path: str) -> str:
-    """Notebook 10: a job on four nodes with four GPUs each that saves before its time limit and then continues."""
+    """Notebook 10: check a job on four nodes with four GPUs each: it saves before its time limit, then continues."""
     expect(isinstance(path, str), f"the answer is {path!r}; it should be the name of your script, as a string")
     expect(Path(path).is_file(), f"there is no {path} here; run the cell that writes it")
     text = Path(path).read_text()

@@ -57,7 +57,7 @@ SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is f
 
 @exercise("13")
 def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `backward_by_documents(model, parts)` divides summed losses by the total number of documents."""
+    """Notebook 13: check that `backward_by_documents(model, parts)` averages the loss over all documents."""
     read_module(module, "backward_by_documents")
     for found, says, _ in results_of(documents_by_reader, module, ranks):
         _expect_documents(found, says)
@@ -65,7 +65,7 @@ def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = R
 
 
 def _expect_documents(found: dict[str, float], says: str) -> None:
-    """Check direction before length: a mean of means gets both wrong, and its length alone would suggest a different error."""
+    """Check the gradient's direction before its length, since only the direction gives a mean of means away."""
     expect(found["reduced"] > 0, f"{says}no gradients were reduced; which backward should reduce them?")
     expect(
         found["computed"] <= found["own"],
@@ -77,7 +77,7 @@ def _expect_documents(found: dict[str, float], says: str) -> None:
     )
     expect(
         found["turned"] < TOLERANCE,
-        f"{says}the gradient's direction differs from one process's, by {found['turned']:.0%} of its length; "
+        f"{says}the gradient's direction is wrong by {found['turned']:.0%} of its length; "
         "does every token have the same weight, whatever its part and rank?",
         "wrong-mean-of-means",
     )
@@ -88,12 +88,12 @@ def _expect_documents(found: dict[str, float], says: str) -> None:
     )
     expect(
         abs(found["given"] - found["right"]) < TOLERANCE * abs(found["right"]),
-        f"{says}the returned loss is {found['given']:.5f}; one process's is {found['right']:.5f}",
+        f"{says}the returned loss is {found['given']:.5f} instead of {found['right']:.5f}",
     )
 
 
 def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
-    """Compare the reader's gradient and loss on one batch with one process's."""
+    """Compare the reader's gradient and loss on one batch with those of a single process."""
     backward_by_documents = import_own(module, "backward_by_documents")
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
     parts = [[pad_lengths(lengths) for lengths in own] for own in LENGTHS[world_size]]
@@ -134,7 +134,7 @@ def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def build_llama() -> Llama:
-    """Build a small Llama, equal on every rank, with weights large enough to give tokens clearly different logits."""
+    """Build a small Llama, the same on every rank, whose weights give tokens clearly different logits."""
     torch.manual_seed(0)
     model = Llama(SHAPE)
     with torch.no_grad():
@@ -155,7 +155,7 @@ def shard_llama(model: Llama, world_size: int) -> Llama:
 
 @exercise("13")
 def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `chunked_loss(hidden, head, targets, cap)` caps logits and computes the loss a chunk at a time."""
+    """Notebook 13: check that `chunked_loss(hidden, head, targets, cap)` caps logits and works chunk by chunk."""
     read_module(module, "chunked_loss")
     plain_bytes = peak_of(capped_loss)
     for found, says, _ in results_of(chunks_by_reader, module, ranks):
@@ -229,7 +229,7 @@ class SavedByReader:
 
 @exercise("13")
 def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 13: `save_adapters(model, path)` and `load_adapters(model, path)` save and load only the trained adapter."""
+    """Notebook 13: check `save_adapters(model, path)` and `load_adapters(model, path)` on the trained adapter."""
     for name in ("save_adapters", "load_adapters"):
         read_module(module, name)
     expected = {name for name, own in two_adapters().named_parameters() if own.requires_grad}

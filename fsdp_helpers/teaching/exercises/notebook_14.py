@@ -54,7 +54,7 @@ class MovedByReader:
 
 @exercise("14")
 def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 14: `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)` continues a DDP run."""
+    """Notebook 14: check `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)` on a DDP run."""
     read_module(module, "go_on")
     for world_size in ranks:
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:

@@ -38,7 +38,7 @@ WIDTH, HIDDEN, CLASSES = 10, 24, 5  # HIDDEN splits evenly across 2 or 3 ranks; 
 
 @exercise("15")
 def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 15: `SplitMLP(up, down, group)` splits columns, then rows, with one all-reduce in forward."""
+    """Notebook 15: check that `SplitMLP(up, down, group)` splits columns, then rows, with one all-reduce in forward."""
     read_module(module, "SplitMLP")
     for found, says, world_size in results_of(train_split_mlp, module, ranks):
         _expect_split(found, world_size, says)
@@ -52,9 +52,9 @@ class SplitByReader:
     kept: int  # values in its parameters
     forward: list[str]  # collectives
     backward: list[str]
-    gradient_off: float  # the largest difference between the inputs' gradient and one process's
+    gradient_off: float  # the largest difference of the inputs' gradient from that in one process
     losses: list[float]
-    right: list[float]  # one process's losses
+    right: list[float]  # the losses in one process
 
 
 def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
@@ -68,12 +68,12 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
         found.forward == ["all_reduce"],
         f"{says}forward runs {_named(found.forward)}; one all-reduce is enough",
     )
-    expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses don't match one process's")
+    expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses don't match a single-process run")
     expect(
         found.gradient_off < TOLERANCE,
-        f"{says}the gradient of the inputs, which the layers below need, doesn't match one process's",
+        f"{says}the gradient of the inputs, which the layers below need, doesn't match a single-process run",
     )
-    expect_same_losses(found.losses, found.right, f"{says}the losses don't match one process's")
+    expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
     expect(
         found.backward == ["all_reduce"],
         f"{says}backward runs {_named(found.backward)}; one all-reduce is enough",
@@ -85,7 +85,7 @@ def _named(ops: list[str]) -> str:
 
 
 def build_layers() -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
-    """Build the layer before the MLP, the MLP's two layers, and the one after it, with the same values on every rank."""
+    """Build the layer before the MLP, its two layers, and the one after it, with the same values on every rank."""
     torch.manual_seed(0)
     return nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, CLASSES)
 
@@ -123,7 +123,7 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
 
 @exercise("15")
 def check_labels(module: str = "my_labels") -> str:
-    """Notebook 15: `split(tokens, rank, world_size)` returns the inputs, labels and places of a rank's two pieces."""
+    """Notebook 15: check `split(tokens, rank, world_size)`: inputs, labels and places of a rank's two pieces."""
     split = read_module(module, "split")
     for world_size, pieces in [(2, 1), (3, 2), *((DRAW.randint(2, 6), DRAW.randint(1, 5)) for _ in range(FRESH_CASES))]:
         sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd, so a rank's part is never square
@@ -176,7 +176,7 @@ NAMES = {"tensor": "tensor", "context": "context", "data": "FSDP", "pipeline": "
 
 @exercise("15")
 def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) -> str:
-    """Notebook 15: choose a mesh for Llama 3.1 70B on 1,024 GPUs; say what a rank sends along each dimension."""
+    """Notebook 15: check a mesh for Llama 3.1 70B on 1,024 GPUs, and the bytes a rank sends along each dimension."""
     expect_answered(choice)
     expect_answered(sent_gb)
     wanted = ", ".join(NAMES)

@@ -64,7 +64,7 @@ RANKS = (2, 3)
 STALL_S, TIMEOUT_S = 15.0, 120.0  # limits for ranks that wait for one another, and for ranks that compute forever
 LONGEST = 200  # characters of an error message to show; some messages print a full model
 TOLERANCE = 1e-4  # fp32 sums in a different order differ by less
-IN_OUR_WORDS = {  # keyed by torch's words, which don't say what to do
+IN_OUR_WORDS = {  # keyed by torch's message, which doesn't say what to do
     "Invariant encountered: value was None": "a module inside a unit was made a unit after the outer one; shard inner "
     "modules first, the root last",
     "KeyError: Parameter containing": "KeyError: the optimizer has parameters that the model no longer has, since"
@@ -86,7 +86,7 @@ CARDS = {  # in notebook 11, keyed by a regular expression that matches the erro
 def results_of(
     worker: Callable, module: str, ranks: tuple[int, ...], *arguments: object
 ) -> Iterator[tuple[Any, str, int]]:
-    """Run `worker` on each of these numbers of ranks; yield each rank's result, its place in words, and their number."""
+    """Run `worker` on each number of ranks; yield each result, where it's from in words, and the number of ranks."""
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(worker, module, world_size, *arguments)):
             yield found, f"on {world_size} ranks, rank {rank}: ", world_size
@@ -115,7 +115,7 @@ def launch_readers(worker: Callable, module: str, world_size: int, *arguments: o
     except RankTimeout as error:
         raise NotYet(
             f"on {world_size} ranks, {module}.py doesn't finish: {'; '.join(error.places)}. A collective waits until"
-            " every rank takes part in it",
+            " every rank takes part",
             *HANGS,
         ) from None
 

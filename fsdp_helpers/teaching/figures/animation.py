@@ -159,7 +159,7 @@ def player(step: UnitTrace) -> object:
 
 
 def in_words(step: UnitTrace) -> str:
-    """Say what the picture shows, for readers who can't see it."""
+    """Describe the picture, for readers who can't see it."""
     curve, below = step.ranks[0].trace.curve, [unit.name for unit in step.units[1:]]
     units = f"{len(step.units)} units, the root and {', '.join(below)}" if below else "one unit"
     return (
@@ -240,7 +240,7 @@ def _height(name: str) -> float:
 
 
 def _kept(place: Place, rank: int) -> Iterator[Part]:
-    """Yield the shards of parameters and optimizer state, which never leave."""
+    """Yield the shards of parameters and optimizer state, which are always there."""
     for name in ("parameters", "optimizer"):
         yield Part(shape=place.half(rank).box(TOPS[name][rank], _height(name), STATE_COLORS[name]))
 
@@ -407,7 +407,7 @@ def ddp_bytes(step: UnitTrace) -> int:
 
 
 def thinned(times_s: tuple[float, ...], sizes: tuple[int, ...]) -> list[tuple[float, int]]:
-    """Return the memory curve with at most CURVE_POINTS points: the highest of each stretch of time."""
+    """Return the memory curve with at most CURVE_POINTS points: the highest in each interval."""
     kept: dict[int, tuple[float, int]] = {}
     for at_s, size in zip(times_s, sizes, strict=True):
         stretch = int(CURVE_POINTS * at_s / (times_s[-1] or 1))

@@ -108,7 +108,7 @@ def _look(kind: str) -> dict:
 
 
 def draw_held_in_peak(ax: Axes, rows: Sequence[LeverResult | ComparisonRow]) -> None:
-    """Draw each row's bytes at the peak (light) and, in front of them, its held bytes (solid), with their number."""
+    """Draw each row's bytes at the peak (light) and, in front of them, its held bytes (solid and labeled)."""
     places, colors = range(len(rows)), [STRATEGY_COLORS[row.strategy] for row in rows]
     highest_bytes = max(row.peak_bytes for row in rows)
     ax.barh(places, [row.peak_bytes / MB for row in rows], color=colors, alpha=0.35, height=0.7, label="peak")

@@ -16,7 +16,7 @@ MOST_BARS, MOST_CHARACTERS = 60, 2_000
 
 
 def put_in_words(fig: Figure, words: str) -> None:
-    """Give a drawing a description of its own, for when a list of its labels wouldn't say much."""
+    """Attach a description to a drawing whose labels alone wouldn't say much."""
     fig.set_label(words)
 
 

@@ -167,7 +167,9 @@ def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) 
             ends.append((max(by_ranks), sizes[-1], name))
         last = max(x for x, _, _ in ends)
         for x, y, name in apart(ends):
-            here = {"va": "center"} if x == last else {"ha": "center", "va": "top"}  # else below the line's last marker
+            here = (
+                {"va": "center"} if x == last else {"ha": "center", "va": "top"}
+            )  # otherwise, below the line's last marker
             ax.text(x, y, f"  {name}" if x == last else f"\n{name}", linespacing=0.7, **here)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True, steps=(1, 2, 4, 5, 10)))
         ax.set_xticks(sorted({ranks for by_ranks in peaks.values() for ranks in by_ranks}))

@@ -100,7 +100,7 @@ def figure_style() -> AbstractContextManager:
 
 
 def _describe_in_notebook() -> None:
-    """Make notebooks show figures with twice the pixels, for sharp screens, and with a folded description below each.
+    """Make notebooks show figures at twice the resolution, with a folded description below each.
 
     A description in a picture's metadata alone reaches exports, but JupyterLab doesn't show it.
     """

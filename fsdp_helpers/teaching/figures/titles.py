@@ -18,7 +18,7 @@ def titled(finding: str, subject: str) -> str:
 
 
 def same_losses(runs: Sequence[Sequence[float]]) -> str:
-    """Say by how much the losses of several runs differ, if they're the same up to rounding; otherwise, return ""."""
+    """State how much several runs' losses differ, if they're the same up to rounding; otherwise, return ""."""
     if len(runs) < 2 or not runs[0] or len({len(losses) for losses in runs}) > 1:
         return ""
     gaps = [largest_difference(one, other) for one, other in combinations(runs, 2)]
@@ -34,7 +34,7 @@ def _short(value: float) -> str:
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:
-    """Say in which phase a step peaks, and how far above its held bytes; return "" if the step has no phases."""
+    """State in which phase a step peaks, and how far above its held bytes; return "" if the step has no phases."""
     if not curve.phases:
         return ""
     peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]
@@ -51,7 +51,7 @@ def _above_held(curve: MemoryCurve) -> str:
 
 
 def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> str:
-    """Say which line ends lowest on the most ranks, in bytes per parameter and as a share of the highest line."""
+    """State which line is lowest on the most ranks, in bytes per parameter and as a share of the highest line."""
     most = max(ranks for by_ranks in peaks.values() for ranks in by_ranks)
     there = {name: by_ranks[most] for name, by_ranks in peaks.items() if most in by_ranks}
     least, greatest = min(there, key=there.__getitem__), max(there, key=there.__getitem__)
@@ -64,7 +64,7 @@ def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> 
 
 
 def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
-    """Say how many collectives a step has, and how many bytes a rank sends for them."""
+    """State how many collectives a step has, and how many bytes a rank sends for them."""
     counts = [len(trace.collectives) for trace in traces]
     sent = [sum(seen.sent_bytes for seen in trace.collectives) for trace in traces]
     who = "each rank" if len(set(zip(counts, sent, strict=True))) == 1 and len(traces) > 1 else "rank 0"
@@ -72,7 +72,7 @@ def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
 
 
 def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
-    """Say which runs have the lowest peak, with their held and peak bytes as shares of the first run's."""
+    """State which runs have the lowest peak, with their held and peak bytes as shares of the first run's."""
     (first, base), *others = ranks.items()
     if not others:
         return ""
@@ -83,7 +83,7 @@ def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
 
 
 def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
-    """Say what the lowest peak is, and how it compares with the first rung's."""
+    """State the lowest peak, and its share of the first rung's."""
     least = min(rungs, key=lambda rung: rung.peak_bytes)
     if least is rungs[0]:
         return ""
@@ -92,7 +92,7 @@ def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
 
 
 def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
-    """Say which strategies of one model have the lowest peak, and what share of the first one's it is."""
+    """State which strategies of one model have the lowest peak, and its share of the first one's."""
     least = min(row.peak_bytes for row in rows)
     names = [row.label for row in rows if row.peak_bytes == least]
     share = f", {_percent(least / rows[0].peak_bytes)} of {rows[0].label}'s" if rows[0].label not in names else ""
@@ -100,12 +100,12 @@ def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
 
 
 def copies_of_a_step(ways: Sequence[str]) -> str:
-    """Say how many times units are copied in each direction."""
+    """State how many times units are copied in each direction."""
     return f"Copies of units: {ways.count(TO_DEVICE)} to the device, {ways.count(TO_HOST)} to the host"
 
 
 def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
-    """Say how many ranks it takes for a rank's bytes to fit its device."""
+    """State how many ranks it takes for a rank's bytes to fit on its device."""
     too_few = [ranks for ranks, needed in needed_bytes.items() if needed > device_bytes]
     enough = [ranks for ranks in needed_bytes if ranks > max(too_few, default=0)]
     if not enough:
@@ -114,14 +114,14 @@ def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
 
 
 def errors_within(errors: Sequence[float], bound: float) -> str:
-    """Say how many predictions are within `bound` of the measurement, and how far off the worst one is."""
+    """State how many predictions are within `bound` of the measurement, and how far off the worst one is."""
     within = sum(round(abs(error), 6) <= bound for error in errors)
     worst = max(abs(error) for error in errors)
     return f"{within} of {len(errors)} peaks within {_percent(bound)}; the worst is {_percent(worst, 1)} off"
 
 
 def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
-    """Say how many times as long a step takes on the slowest link; `steps_s` is keyed by bandwidth in Mbit/s."""
+    """State how many times as long a step takes on the slowest link; `steps_s` is keyed by bandwidth in Mbit/s."""
     slowest = min(steps_s)
     return (
         f"At {slowest:,.0f} Mbit/s, a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"

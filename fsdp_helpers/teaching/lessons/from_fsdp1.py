@@ -185,7 +185,7 @@ def read_shards(folder: str, model: nn.Module, optimizer: AdamW) -> None:
 
 
 def read_one_file(path: str, model: nn.Module, optimizer: AdamW) -> None:
-    """Read the file on rank 0 and send each rank its shards. FSDP1 saves Adam's state by name, so there's no renaming."""
+    """Read the file on rank 0; send each rank its shards. FSDP1 saves Adam's state by name, so there's no renaming."""
     state = {"model": {}, "optimizer": {}}
     if dist.get_rank() == 0:
         state = torch.load(path, mmap=True, weights_only=True)

@@ -1,4 +1,4 @@
-"""The code that notebook 14's two jobs, DDP and FSDP2, share, and a comparison of their checkpoints.
+"""Code shared by notebook 14's two jobs (DDP and FSDP2), and a comparison of their checkpoints.
 
 The jobs themselves are cells of the notebook.
 """

@@ -33,7 +33,7 @@ def each(rank: int, world_size: int, function: Callable, choices: Sequence[Hasha
 
 
 class TinyLanguageModel(nn.Module):
-    """Predicts the next token; embedding and head share a matrix. (N, tokens) -> (N, tokens, 20)"""
+    """A next-token predictor whose embedding and head share a matrix. (N, tokens) -> (N, tokens, 20)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def train_two_layers(rank: int, world_size: int, way: str) -> tuple[float, list[
 
 
 class TwoLayers(nn.Module):
-    """Samples of kind 0 go through the first layer, those of kind 1 through the second: (N,) inputs, kinds -> summed outputs.
+    """One layer for samples of kind 0, another for kind 1. (N,) inputs and kinds -> the sum of the outputs.
 
     With `calls_all`, every rank calls both layers, even one without samples, whose gradient is then zero.
     """

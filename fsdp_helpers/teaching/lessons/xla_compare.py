@@ -144,9 +144,11 @@ def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[fl
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
-    """Compare the losses of all `runs` with `plain` training's. Raises ValueError if any differs by over TOLERANCE."""
+    """Compare the losses of all `runs` with `plain` training's. Raises ValueError for a difference above TOLERANCE."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
     worst = list(differences)[np.argmax(list(differences.values()))]
     if not differences[worst] <= TOLERANCE:
-        raise ValueError(f"{worst}: a loss differs from plain training by {differences[worst]:.2g}, over {TOLERANCE:g}")
+        raise ValueError(
+            f"{worst}: a loss differs from plain training by {differences[worst]:.2g}, more than {TOLERANCE:g}"
+        )
     return f"{len(runs)} runs; largest difference from plain training {differences[worst]:.1e}, in {worst}"

@@ -1,1 +1,1 @@
-"""Tables, listings, sliders, and a page's information about its machine."""
+"""Tables, listings, sliders, and a description of the machine that a notebook runs on."""

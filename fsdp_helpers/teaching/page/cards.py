@@ -62,7 +62,7 @@ def saved_card(failure: Failure, seen: str, proven: str) -> str:
 
 
 def documented_card(failure: Failure) -> str:
-    """Return the Markdown of a card that isn't run here: its text, and the source it's from."""
+    """Return the Markdown of a card that isn't run here: its text, and its source."""
     heading = f"### {failure.name}\n\n**{failure.title}.** *From the documentation, not run here.*"
     return f"{heading}\n\n{explanation(failure)}\n\n**Source.** {failure.source}."
 
@@ -134,7 +134,7 @@ def shorten_stack(text: str) -> str:
 
 
 def sentences(message: str) -> str:
-    """Return DETAIL's message as one line per rank, with its fingerprints reduced to the fields that ranks compare."""
+    """Return the DETAIL debug level's message as one line per rank, with just the fields that ranks compare."""
     return (
         re.sub(r", TensorDtypes.*?\(nullopt\)\)\)", ")", message).replace(", but", ",\nbut").replace(".Coll", ".\nColl")
     )

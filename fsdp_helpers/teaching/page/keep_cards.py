@@ -1,4 +1,4 @@
-"""Write the cards of the failures into notebook 11: their text, the index and, of those that we run, the saved runs.
+"""Write the failure cards into notebook 11: their text, the index and, for failures that we run, the saved runs.
 
 python -m fsdp_helpers.teaching.page.keep_cards               text and index; the saved runs stay as they are
 python -m fsdp_helpers.teaching.page.keep_cards NAME ...      run these again and save what they show
@@ -62,7 +62,7 @@ def is_live(notebook: NotebookNode, failure: Failure) -> bool:
 
 
 def written(failure: Failure, before: str, runs: bool, live: bool) -> str:
-    """Return a card's Markdown, from a new run or with the saved run that its cell has."""
+    """Return a card's Markdown, with a new run or with the saved run in its cell."""
     if not failure.is_run:
         return cards.documented_card(failure)
     if live:

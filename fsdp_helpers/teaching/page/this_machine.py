@@ -14,7 +14,7 @@ WORTH_SAYING = 100_000 * KB
 
 
 def describe_memory(needs_bytes: int | None = None) -> str:
-    """Say how much memory is free, how much a notebook needs, and how much other kernels use."""
+    """Return text saying how much memory is free, how much a notebook needs, and how much other kernels use."""
     free_bytes = available_bytes()
     text = f"Memory: {format_bytes(free_bytes)} free"
     if needs_bytes is not None:
@@ -79,7 +79,7 @@ def settle_device(device: str, num_ranks: int, *, fixed: bool = False) -> tuple[
 
 
 def describe_idle(gpus: Gpus, num_ranks: int) -> str:
-    """Say that GPUs are idle and how to use them, or why they can't be used; "" if there are none."""
+    """Return a sentence on idle GPUs and how to use them, or why they can't be used; "" if there are none."""
     if gpus.count == 0:
         return ""
     if gpus.problem:

@@ -50,7 +50,7 @@ class TestLowerPeak(RunTests):
         record = train(config, world_size=2, device="cpu", progress=False)
         forged = replace(record, ranks=tuple(replace(rank, peak_bytes=29_000_000) for rank in record.ranks))
         told = refused(self.checker, forged)
-        assert "your record says that rank 0 peaks at 29.0 MB; when we ran the same settings again" in told
+        assert "in your record, rank 0 peaks at 29.0 MB; when we ran the same settings again" in told
 
     def test_a_single_rank_above_the_limit_is_found(self):
         record = attempt(UNDER_LIMITS, world_size=3, **FSDP)
@@ -72,7 +72,7 @@ class TestUnit(BuildTestsOnRanks):
     alone = (UNPADDED,)  # gloo aborts a rank on shards that differ in length
     starter = "on 2 ranks, my_unit.py fails: TypeError: a Unit needs `shard`"
     wrong = [
-        ([("        self.shard.grad /= self.world_size\n", "")], "one process.*wrong-summed-loss"),
+        ([("        self.shard.grad /= self.world_size\n", "")], "single-process run.*wrong-summed-loss"),
         # divided as if there were always two ranks
         # the first loss comes before any gradient
         (

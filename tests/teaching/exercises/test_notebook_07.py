@@ -71,7 +71,7 @@ class TestAccumulation(BuildTestsOnRanks):
         ([("index == len(parts) - 1", "False")], "no gradients were reduced"),
         ([(" / len(parts)", "")], "4.00 times as long as in one process .*wrong-summed-loss"),
         ([("    dist.all_reduce(squares)", "    pass")], "not the norm of the full gradient.*wrong-local-norm-logged"),
-        ([("    dist.all_reduce(squares)", "    dist.reduce(squares, 0)")], "rank 1: gradient_norm says"),
+        ([("    dist.all_reduce(squares)", "    dist.reduce(squares, 0)")], "rank 1: gradient_norm returns"),
         (
             [WITH_TORCH, ("    for index", AS_ONE + "    for index")],
             "rank 0: a forward takes 12 images at once; a part has 3",

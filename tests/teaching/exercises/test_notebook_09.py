@@ -31,11 +31,11 @@ class TestBatch(BuildTests):
     starter = "replace the ... with your answer"
     wrong = [
         ([(', "allowance_bytes": allowance_gb * 1e9', "")], "too much, including the allowance|one more image"),
-        ([("return fitting\n", "return too_many\n")], "that is .* too much"),
+        ([("return fitting\n", "return too_many\n")], "that's .* too much"),
         ([("while too_many - fitting > 1", "while False")], "one more image fits, too"),
         ([("activation_checkpointing=", 'precision="bf16", activation_checkpointing=')], "too much|fits, too"),
         ([("        return None\n", "        return 0\n")], "not even one image fits, the answer is None"),
-        ([("    return fitting\n", "    return 64\n")], "that is .* too much|one more image fits|does fit"),
+        ([("    return fitting\n", "    return 64\n")], "that's .* too much|one more image fits|does fit"),
     ]
 
     def test_another_way_is_accepted(self, write):

@@ -35,12 +35,12 @@ class TestSplitMLP(BuildTestsOnRanks):
     worker = staticmethod(notebook_15.train_split_mlp)
     starter = "on 2 ranks, my_mlp.py fails: "
     wrong = [
-        (BIAS_INSIDE, "the losses don't match one process's: .* in step 1$"),
-        ([NO_ENTER], "the gradient of the inputs, which the layers below need, doesn't match one process's"),
+        (BIAS_INSIDE, "the losses don't match a single-process run: .* in step 1$"),
+        ([NO_ENTER], "the gradient of the inputs, which the layers below need, doesn't match a single-process run"),
         ([(".chunk(size)[rank]", ""), (".chunk(size, dim=1)[rank]", "")], "your MLP keeps .* values; a share of both weights"),
         ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward runs no collective; one all-reduce is enough"),
         ([("        return total, None", "        return total / 2, None")], "the gradient of the inputs"),
-        ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses don't match one process's"),
+        ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses don't match a single-process run"),
         ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward runs all-reduce, all-reduce; one"),
         ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP creates an object of type NoneType; it should be an nn.Module"),
     ]  # fmt: skip
