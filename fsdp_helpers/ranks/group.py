@@ -4,7 +4,6 @@ A worker can't tell whether `launch` or torchrun started it.
 """
 
 import ctypes
-import math
 import os
 import signal
 import socket
@@ -39,20 +38,6 @@ def rank_device() -> torch.device:
     if are_hidden() or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def check_world_size(world_size: int) -> None:
-    """Raise ValueError unless `world_size` is a number of ranks."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
-
-
-def check_seconds(**limits_s: float | None) -> None:
-    """Raise ValueError, naming the limit, unless each limit is None or a number of seconds above 0."""
-    for name, limit_s in limits_s.items():
-        is_number = isinstance(limit_s, int | float) and not isinstance(limit_s, bool)
-        if limit_s is not None and not (is_number and 0 < limit_s < math.inf):
-            raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0")
 
 
 def roll_call_s(timeout_s: float) -> float:
