@@ -67,6 +67,19 @@ def calls(code: str) -> Iterator[ast.Call]:
     return (node for node in ast.walk(ast.parse(MAGIC.sub("", code))) if isinstance(node, ast.Call))
 
 
+def test_each_table_and_listing_is_shown(notebook):
+    """Jupyter shows nothing but the value of a cell's last line."""
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code" and not cell.source.startswith("%%")]
+    earlier = [
+        line.value
+        for source in code
+        for line in ast.parse(MAGIC.sub("", source)).body[:-1]
+        if isinstance(line, ast.Expr)
+    ]
+    called = [ast.unparse(value.func) for value in earlier if isinstance(value, ast.Call)]
+    assert [name for name in called if name.startswith("show.") and name != "show.machine"] == []
+
+
 def test_the_reader_chooses_the_device(notebook):
     """With a setting; the set-up and each start of ranks are given it."""
     if notebook.metadata.name == OWN_ENVIRONMENT:
