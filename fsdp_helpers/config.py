@@ -4,6 +4,7 @@ Everything about a setting is declared in its `TrainConfig` field: its default, 
 changes the losses. The command line, `--help` and the check of a resumed run all read it from there.
 """
 
+import math
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -20,7 +21,7 @@ ACTIVATION_CHECKPOINTING = ("none", "units", "selective")
 
 def is_sharded(strategy: str) -> bool:
     """Return True if each rank keeps only a shard of the model. Raises ValueError for an unknown strategy."""
-    _require_choice("strategy", strategy, STRATEGIES)
+    require_choice("strategy", strategy, STRATEGIES)
     return strategy.startswith("fsdp")
 
 
@@ -240,7 +241,7 @@ class TrainConfig:
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError if this configuration can't run on `world_size` ranks."""
-        _require_at_least_one("world_size", world_size)
+        require_whole("world_size", world_size)
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
                 f"strategy 'local' trains in one process, but world_size is {world_size}; "
@@ -297,16 +298,33 @@ LOSS_SETTINGS = {one.name: one.default for one in fields(TrainConfig) if one.met
 def _check_by_itself(one: Field, value: object) -> None:
     """Check one value on its own; None is fine for a setting whose default is None."""
     if one.metadata["choices"] is not None:
-        _require_choice(one.name, value, one.metadata["choices"])
+        require_choice(one.name, value, one.metadata["choices"])
     if one.metadata["at_least_one"] and not (value is None and one.default is None):
-        _require_at_least_one(one.name, value)
+        require_whole(one.name, value)
 
 
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+# ---------------------------------------------------------------- checks that other modules share
+
+
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
 
 
-def _require_at_least_one(name: str, value: object) -> None:
+def require_whole(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a whole number, 1 or more."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+
+
+def require_seconds(**limits_s: float | None) -> None:
+    """Raise ValueError, naming the limit, unless each limit is None or a number of seconds above 0."""
+    for name, limit_s in limits_s.items():
+        if limit_s is not None and not (is_number(limit_s) and limit_s > 0):
+            raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0")
+
+
+def is_number(value: object) -> bool:
+    """Return True for a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from fsdp_helpers.config import require_choice
+
 VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the variable, and its value that hides every GPU
 DRIVER = "libcuda.so.1"
 TRIAL_S = 60.0
@@ -55,8 +57,7 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
     No GPU is touched from this process. Raises ValueError for any other device, and for "cuda" if there are more
     ranks than CUDA devices, or if torch can't use them.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"unknown device {device!r}; choose one of auto, cpu, cuda")
+    require_choice("device", device, ("auto", "cpu", "cuda"))
     if device == "cpu":
         return device
     gpus = find_gpus(ranks_on_this_machine)

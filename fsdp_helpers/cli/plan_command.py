@@ -12,9 +12,10 @@ from pathlib import Path
 
 from fsdp_helpers.cli.flags import Flag, add_flags, flags, given_settings
 from fsdp_helpers.cli.printing import write_json
+from fsdp_helpers.config import require_whole
 from fsdp_helpers.models.shapes import LLAMA_SHAPES, LlamaShape, ViTShape
 from fsdp_helpers.planning.advice import CHAPTER, changes_until_it_fits, fastest, held_back, sentence
-from fsdp_helpers.planning.cluster import Cluster, require_whole
+from fsdp_helpers.planning.cluster import Cluster
 from fsdp_helpers.planning.costs import (
     DEVICE_HOURS_BETWEEN_FAILURES,
     HOUR_S,

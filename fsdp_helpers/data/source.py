@@ -1,4 +1,4 @@
-"""Find the images' source: MNIST, checked or downloaded once, in one process; otherwise scikit-learn's digits."""
+"""Find the images' source: MNIST (checked or downloaded once, in one process) or scikit-learn's digits."""
 
 import hashlib
 import io

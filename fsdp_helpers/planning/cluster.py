@@ -1,9 +1,8 @@
 """A cluster: the devices and links that a plan is made for. No torch import."""
 
-import math
 from dataclasses import dataclass, fields
 
-from fsdp_helpers.config import setting
+from fsdp_helpers.config import is_number, require_whole, setting
 from fsdp_helpers.planning.devices import DEVICES, LINK_SHARE, named_device
 from fsdp_helpers.planning.network import BETWEEN_LATENCY_S, START_S, WITHIN_LATENCY_S, Network
 from fsdp_helpers.quantities import GB
@@ -82,7 +81,7 @@ class Cluster:
             if one.name in ("world_size", "ranks_per_node", "device") or value is None:
                 continue
             or_more = one.name == "allowance_bytes" or one.name.endswith("latency_s")
-            if not (_is_number(value) and (value > 0 or value == 0 and or_more)):
+            if not (is_number(value) and (value > 0 or value == 0 and or_more)):
                 lowest = "zero or more" if or_more else "above zero"
                 raise ValueError(f"{one.name} is {value}; it must be a number {lowest}")
 
@@ -130,12 +129,3 @@ class Cluster:
             between_latency_s=self.between_latency_s,
             start_s=self.start_latency_s,
         )
-
-
-def require_whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,8 +1,8 @@
 """Calculate the bytes that a rank sends in a step along each dimension of a mesh. No torch import.
 
-All functions assume ring collectives, as `collective_sent_bytes` does, and fp32 values unless `value_bytes` says
-otherwise. `tokens` is the number of tokens that the ranks along the dimension process together in a step: the number of
-sequences times their full length.
+All functions assume ring collectives, as `collective_sent_bytes` does, and fp32 values unless you pass `value_bytes`.
+`tokens` is the number of tokens that the ranks along the dimension process together in a step: the number of sequences
+times their full length.
 """
 
 from collections.abc import Sequence

@@ -197,7 +197,7 @@ def linear_shapes(layers: Shapes) -> Shapes:
 def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subject:
     """Describe a Llama or a relative, whose batches are counted in tokens, in sequences of `shape.context`.
 
-    The embedding and the head are units of their own, unless they're tied; then they belong to the root. With
+    The embedding and the head are separate units, unless they're tied; then they belong to the root. With
     `lora_rank`, only two small matrices for each matrix in a block are trained (Hu et al. 2021, arXiv:2106.09685).
     """
     names = tuple(f"layers.{number}" for number in range(shape.depth))

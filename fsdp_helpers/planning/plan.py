@@ -7,8 +7,17 @@ else.
 import math
 from dataclasses import asdict, dataclass
 
-from fsdp_helpers.config import ACTIVATION_CHECKPOINTING, APIS, SHARDING, STRATEGIES, TrainConfig, is_sharded, setting
-from fsdp_helpers.planning.cluster import MOST_RANKS, Cluster, require_whole
+from fsdp_helpers.config import (
+    ACTIVATION_CHECKPOINTING,
+    APIS,
+    SHARDING,
+    STRATEGIES,
+    TrainConfig,
+    is_sharded,
+    require_whole,
+    setting,
+)
+from fsdp_helpers.planning.cluster import MOST_RANKS, Cluster
 from fsdp_helpers.planning.devices import ATTENTION_COST, RECOMPUTED_GAIN, TYPICAL_RANGE, named_device
 from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.optimizers import OPTIMIZERS, named_optimizer

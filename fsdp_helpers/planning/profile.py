@@ -1,4 +1,4 @@
-"""Describe a step in one process, event by event; the planner calculates every peak from such a profile.
+"""Describe a step in one process, event by event; the planner calculates every peak from this profile.
 
 No torch import. A profile is either measured once, in one process with one rank's images (`measuring.step_profile`), or
 calculated from a block's bytes (`planning.transformer`). It doesn't depend on the strategy.

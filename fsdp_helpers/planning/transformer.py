@@ -263,7 +263,7 @@ def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> It
 
 
 def _forward_of(name: str | None, kept_bytes: int, highest_bytes: int = 0) -> Iterator[Moment]:
-    """Yield the events of an outer unit's forward, if there's such a unit."""
+    """Yield the events of an outer unit's forward, if there is an outer unit."""
     if name:
         yield _moment("enter_forward", name, kept_bytes, highest_bytes)
         yield _moment("leave_forward", name, kept_bytes)

@@ -4,7 +4,6 @@ A worker can't tell whether `launch` or torchrun started it.
 """
 
 import ctypes
-import math
 import os
 import signal
 import socket
@@ -23,13 +22,13 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_helpers.gpus import are_hidden, compute_repeatably
 from fsdp_helpers.ranks.errors import list_ranks
 
-WAIT_IN_THE_OPEN = "TORCH_NCCL_BLOCKING_WAIT"
-LONGEST_WAIT_S = 1800.0  # for the other ranks, if no timeout is given; it's torch's own default
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+LONGEST_WAIT_S = 1800.0  # for the other ranks, if no timeout is given; torch's own default
 ROLL_CALL_S = 5.0  # at most; a quarter of the timeout if that's shorter
-JOIN_S = 300.0  # at least, for all ranks to load PyTorch and join; a shorter timeout is meant for the steps only
+JOIN_S = 300.0  # at least, for all ranks to load PyTorch and join; a shorter timeout applies only to the steps
 POLL_S = 0.1
-# Words in gloo's and NCCL's messages about such errors, which don't have a type of their own.
-WAITED_IN_VAIN = ("gloo", "timed out", "connection closed", "collective operation timeout", "ncclremoteerror")
+# What gloo's and NCCL's messages say if a rank didn't join a collective; such errors don't have a type of their own.
+BLAME = ("gloo", "timed out", "connection closed", "collective operation timeout", "ncclremoteerror")
 
 set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name in older versions of torch
 
@@ -39,20 +38,6 @@ def rank_device() -> torch.device:
     if are_hidden() or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def check_world_size(world_size: int) -> None:
-    """Raise ValueError unless `world_size` is a number of ranks."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ValueError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
-
-
-def check_seconds(**limits_s: float | None) -> None:
-    """Raise ValueError, naming the limit, unless each limit is None or a number of seconds above 0."""
-    for name, limit_s in limits_s.items():
-        is_number = isinstance(limit_s, int | float) and not isinstance(limit_s, bool)
-        if limit_s is not None and not (is_number and 0 < limit_s < math.inf):
-            raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0")
 
 
 def roll_call_s(timeout_s: float) -> float:
@@ -79,7 +64,7 @@ def process_group(
     if device == "cuda":
         compute_repeatably()
         if timeout_s is not None:
-            os.environ.setdefault(WAIT_IN_THE_OPEN, "1")
+            os.environ.setdefault(BLOCKING_WAIT, "1")
         torch.cuda.set_device(rank_device())
         group = {"backend": "cpu:gloo,cuda:nccl", "device_id": rank_device()}
     else:
@@ -112,14 +97,14 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_trim_threshold, -1)
 
 
-def waits_in_the_open() -> bool:
+def nccl_raises_on_timeout() -> bool:
     """Return True if NCCL raises an error in a rank whose wait times out.
 
     By default, NCCL's `wait()` returns at once, and a watchdog later aborts a healthy process (SIGABRT) without naming
     the missing rank. With this setting, `wait()` waits and raises, so the roll call can run, but communication no longer
     overlaps with computation. DDP, which never calls `wait()`, would hang, hence `wait_for_buckets`.
     """
-    return os.environ.get(WAIT_IN_THE_OPEN, "0") not in ("", "0")
+    return os.environ.get(BLOCKING_WAIT, "0") not in ("", "0")
 
 
 def limit_waiting(timeout_s: float) -> None:
@@ -165,17 +150,17 @@ def gather_over_ranks(value: object) -> list:
 
 # ---------------------------------------------------------------- the roll call
 #
-# A collective that times out says so on every waiting rank, but doesn't name the missing one. So the waiting ranks call
-# the roll in the store where the group met. Each rank signs; one that hasn't signed in time is stopped, stuck or gone.
+# A collective that times out says so on every waiting rank, but doesn't name the missing one. So the waiting ranks take
+# a roll call in the store where the group met. Each rank signs in; one that doesn't in time is stopped, stuck, or gone.
 
 
 class SilentRanks(TimeoutError):
     """Some ranks neither joined a collective nor answered; the message has their numbers."""
 
 
-def waited_in_vain(message: str) -> bool:
+def blames_another_rank(message: str) -> bool:
     """Return True if an error with this message came from a collective that some rank didn't join."""
-    return any(words in message.lower() for words in WAITED_IN_VAIN)
+    return any(words in message.lower() for words in BLAME)
 
 
 @contextmanager
@@ -191,7 +176,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not waited_in_vain(str(error)):
+        if not blames_another_rank(str(error)):
             raise
         if agent:  # torchrun ends its ranks if it has lost its rendezvous; they say why first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

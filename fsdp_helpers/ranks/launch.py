@@ -15,11 +15,12 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fsdp_helpers.config import require_choice, require_seconds, require_whole
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits
 from fsdp_helpers.progress import ProgressBar, Report, count_ranks, print_above_bar, send_reports_to
 from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout, shown_by_message
-from fsdp_helpers.ranks.group import check_seconds, check_world_size, process_group, silent_ranks_named
+from fsdp_helpers.ranks.group import process_group, silent_ranks_named
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.rank import Send
 from fsdp_helpers.ranks.server import check_not_a_rank
@@ -48,8 +49,9 @@ def launch(
     line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank that
     waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None), and its
     error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
-    communication no longer overlaps with computation. `progress` may be a bar that's already on screen. `start_method`
-    is "forkserver" (also if it's None), whose server loads torch once, or "spawn", where every rank loads it.
+    communication no longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already
+    on screen. `start_method` is "forkserver" (also if it's None), whose server loads torch once, or "spawn", where
+    every rank loads it.
 
     Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are
     zero ranks or more ranks than CUDA devices. Raises RankError when a rank fails; RankTimeout after `timeout_s`
@@ -61,11 +63,10 @@ def launch(
     follow_edits()
     with shown_by_message(ValueError):
         check_worker(worker)
-        check_world_size(world_size)
-        check_seconds(timeout_s=timeout_s, stall_s=stall_s, timeout=group_timeout_s)
+        require_whole("world_size", world_size)
+        require_seconds(timeout_s=timeout_s, stall_s=stall_s, timeout=group_timeout_s)
         device = choose_device(device, world_size)
-        if start_method not in (None, "forkserver", "spawn"):
-            raise ValueError(f"unknown start method {start_method!r}; choose one of forkserver, spawn")
+        require_choice("start method", start_method or "forkserver", ("forkserver", "spawn"))
         body = partial(run_worker, pickle_job(worker, args), group_timeout_s)
     bar = ProgressBar() if isinstance(progress, bool) else progress
     output = LaunchOutput(name_ranks and world_size > 1)

@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
+from fsdp_helpers.config import require_seconds, require_whole
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import InPlace, follow_edits, is_notebook
 from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.cells import INTERRUPT, serve, without_addresses
 from fsdp_helpers.ranks.errors import Answer, Failure, Interrupted, RankError, list_ranks, shown_by_message
-from fsdp_helpers.ranks.group import LONGEST_WAIT_S, check_seconds, check_world_size, waited_in_vain
+from fsdp_helpers.ranks.group import LONGEST_WAIT_S, blames_another_rank
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
 
@@ -50,8 +51,8 @@ class Ranks(AbstractContextManager):
     def __init__(self, world_size: int, device: str = "auto", timeout_s: float | None = 20.0) -> None:
         check_not_a_rank()
         with shown_by_message(ValueError):
-            check_world_size(world_size)
-            check_seconds(timeout_s=timeout_s)
+            require_whole("world_size", world_size)
+            require_seconds(timeout_s=timeout_s)
             self.device = choose_device(device, world_size)
         self.world_size, self.timeout_s = world_size, timeout_s or LONGEST_WAIT_S
         self._num_cells = 0
@@ -77,9 +78,8 @@ class Ranks(AbstractContextManager):
     def close(self) -> None:
         """End the ranks; their variables are lost. You can call this more than once."""
         if self._processes is not None:
-            with interrupts_wait():
-                processes, self._processes = self._processes, None
-                processes.end()
+            self._processes.end()
+            self._processes = None
 
     @property
     def pids(self) -> list[int]:
@@ -133,16 +133,14 @@ class Ranks(AbstractContextManager):
             self._processes.tell(chosen, kind, *content)
             self._processes.collect(chosen)
         except KeyboardInterrupt:
-            with interrupts_wait():
-                output.finish({})
-                lines = self._settle(chosen)
+            lines = self._settle(chosen)
+            output.finish({})
             raise Interrupted("\n".join(["interrupted", *lines])) from None
         answers = dict(sorted(self._processes.answers.items()))
         output.finish({rank: answer.value for rank, answer in answers.items()} if kind == "cell" else {})
         if cause := self._find_cause(content[-1]):
             rank, failure = cause
-            with interrupts_wait():
-                lines = self._settle(chosen, rank, failure.details)
+            lines = self._settle(chosen, rank, failure.details)
             raise RankError(rank, self.world_size, failure.summary, "\n".join(lines))
         return answers
 
@@ -167,6 +165,7 @@ class Ranks(AbstractContextManager):
         }
         return {rank: count for rank, count in behind.items() if count}
 
+    @interrupts_wait()
     def _settle(self, chosen: Sequence[int], at_fault: int | None = None, details: str = "") -> list[str]:
         """Get all ranks ready for the next cell, with a restart if necessary; return lines on what happened to each.
 
@@ -192,8 +191,8 @@ class Ranks(AbstractContextManager):
                 where = "had finished the cell" + (f", and {no_part_in(behind[rank])}" if rank in behind else "")
             if rank != at_fault:
                 lines.append(f"rank {rank} {where}")
-        in_vain = any(answer.failure and waited_in_vain(answer.failure.summary) for answer in answers.values())
-        kept = len(processes.answers) == len(chosen) and not (processes.ends or in_vain or behind)
+        broken = any(answer.failure and blames_another_rank(answer.failure.summary) for answer in answers.values())
+        kept = len(processes.answers) == len(chosen) and not (processes.ends or broken or behind)
         if not kept:
             processes.end()
             self._start()

@@ -20,14 +20,14 @@ from torch.multiprocessing import start_processes
 
 from fsdp_helpers.ranks import server, stacks
 from fsdp_helpers.ranks.errors import Answer, Failure, RankError, RankTimeout
-from fsdp_helpers.ranks.group import waited_in_vain
+from fsdp_helpers.ranks.group import blames_another_rank
 from fsdp_helpers.ranks.rank import run_rank
 
 GRACE_S = 0.5  # after a failure, to wait for the one that caused it, and for the other ranks' last output
 TERM_S = 3.0  # after SIGTERM: a rank has this long before SIGKILL
 READ_BYTES = 2**20  # more than a pipe holds
-LOOK_S = 0.5  # between two checks that the ranks move; a check takes milliseconds
-WAITING_SHARE = 0.03  # of a core; a rank that uses less is only waiting
+LOOK_S = 0.5  # between two checks of whether the ranks have hung; a check takes milliseconds
+WAITING_SHARE = 0.03  # of a core; a rank that uses less than this is only waiting
 
 
 class Processes(AbstractContextManager):
@@ -138,7 +138,7 @@ class Processes(AbstractContextManager):
         failures = {rank: answer.failure for rank, answer in sorted(self.answers.items()) if answer.failure}
         if not failures:
             return None
-        first = min(failures.values(), key=lambda failure: (waited_in_vain(failure.summary), failure.when_s))
+        first = min(failures.values(), key=lambda failure: (blames_another_rank(failure.summary), failure.when_s))
         return next((rank, failure) for rank, failure in failures.items() if failure.summary == first.summary)
 
     def _listen(self, ranks: Iterable[int], wait_s: float) -> None:

@@ -23,18 +23,14 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 NO_MAIN_GUARD = 113  # exit status of a rank that reached `launch` again while importing the script
-PRELOADED = [
+PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    "torch.profiler",
-    "torch.utils.data",
     "torch._dynamo",
     "torchvision.datasets",
     "filelock",
     "psutil",
-    "tqdm",
     "fsdp_helpers.ranks.server",  # comes last, because it freezes everything loaded so far
 ]
 # glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:

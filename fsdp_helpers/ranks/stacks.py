@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fsdp_helpers.ranks.errors import RUNS_CODE
 
-FILE = "stack-{}.txt"  # the rank goes in the braces
-ANSWER_S = 5.0  # at most, for all ranks to write; a stopped one never does
+FILE = "stack-{}.txt"  # the rank's number goes in the braces
+ANSWER_S = 5.0  # at most, for all ranks to write their stacks; one that's stopped never does
 POLL_S = 0.02
 ENDS = (" in <module>\n", "...\n")  # of a complete stack: its outermost line, or the mark of one that's too deep
 LIBRARY = re.compile(r"^<frozen|/(python3[^/]*|(site|dist)-packages|torch)/")  # wherever they are installed
@@ -26,7 +26,7 @@ def write_on_request(folder: str, rank: int) -> None:
 def ask(folder: str, pids: Mapping[int, int]) -> dict[int, str]:
     """Ask ranks, given with their process ids, for their stacks; return those of the ranks that can answer."""
     files = {rank: Path(folder, FILE.format(rank)) for rank in pids}
-    files = {rank: file for rank, file in files.items() if file.exists()}  # any other rank would die of the signal
+    files = {rank: file for rank, file in files.items() if file.exists()}  # the signal would kill any other rank
     for rank, file in files.items():
         os.truncate(file, 0)  # removes what it wrote before
         os.kill(pids[rank], signal.SIGUSR1)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.group import waits_in_the_open
+from fsdp_helpers.ranks.group import nccl_raises_on_timeout
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.wrapping import Policy, choose_units, holders_of_ties, plain_name, size_policy
 
@@ -173,7 +173,7 @@ def wait_for_buckets(model: nn.Module) -> None:
     By itself, DDP makes only later kernels wait. If a rank were missing, the others would then hang the next time they
     synchronize with the GPU.
     """
-    if isinstance(model, DistributedDataParallel) and waits_in_the_open():
+    if isinstance(model, DistributedDataParallel) and nccl_raises_on_timeout():
         model.register_comm_hook(None, average_and_wait)
 
 

@@ -2,7 +2,7 @@
 
 BLUE = "#0072b2"
 TEXT_COLOR, FRAME_COLOR = "#767676", "#9ca3af"
-TEXT_STYLE = {  # for matplotlib: figures have no background of their own
+TEXT_STYLE = {  # for matplotlib: figures have no background
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
-from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.config import TrainConfig, require_seconds
 from fsdp_helpers.data.source import DataError, num_test_images, num_train_images, prepare_data
 from fsdp_helpers.data.text import TEST_PART, read_text
 from fsdp_helpers.gpus import choose_device, hide_gpus
@@ -18,7 +18,7 @@ from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.notebook import is_notebook
 from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
 from fsdp_helpers.ranks.errors import describe_error, shown_by_message
-from fsdp_helpers.ranks.group import check_seconds, gather_over_ranks, process_group, silent_ranks_named
+from fsdp_helpers.ranks.group import gather_over_ranks, process_group, silent_ranks_named
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.torchrun import Place, read_place
@@ -55,7 +55,7 @@ def train(
         if world_size is None:
             world_size = 1 if config.strategy == "local" else 2
         device = _check_ranks(config, world_size, device)
-        check_seconds(timeout=group_timeout_s)
+        require_seconds(timeout=group_timeout_s)
     watched = watch and progress and is_notebook()
     view, starting = _live_view() if watched else ProgressBar(), f"training, {count_ranks(world_size)} on {device}"
     with closing(view):
@@ -145,7 +145,7 @@ def train_as_rank_of_torchrun(
     if world_size not in (None, place.world_size):
         raise ValueError(f"--world-size {world_size}, but torchrun started {place.world_size} ranks; leave it out")
     config.check_world_size(place.world_size)
-    check_seconds(timeout=group_timeout_s)
+    require_seconds(timeout=group_timeout_s)
     device = choose_device(device, place.local_world_size)
     config.check_device(device)
     if device == "cpu":

@@ -392,7 +392,7 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     num_ranks = int(os.environ["WORLD_SIZE"])
     if BATCH % num_ranks:
-        sys.exit(f"{num_ranks} ranks can't share {BATCH} documents evenly; change one of the two numbers")
+        sys.exit(f"{num_ranks} ranks can't split {BATCH} documents evenly; change one of the two numbers")
     end_with_torchrun()
     chosen = choose_device()
     main(chosen, *sys.argv[1:])

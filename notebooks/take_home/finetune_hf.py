@@ -8,7 +8,7 @@ has no tokenizer and a vocabulary of 256, tokens are bytes.) DATA is a text file
 JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}. The loss covers texts,
 completions, and the assistant's turns. Texts longer than --length are split, and longer conversations are cut off. As
 many documents as fit are packed into a row, unless the model's attention would mix them. Checkpoints and log.jsonl go
-in RUN, and so does the finished model (or the adapter), in a folder of its own.
+in RUN, and so does the finished model (or the adapter), in its own folder.
 
 Run the same command again to continue from the newest checkpoint, on any number of ranks. Between two runs, you may
 change --lr, --warmup, --steps, --epochs, and whatever doesn't affect the result. A different --batch, --length, --seed,

@@ -133,6 +133,9 @@ def test_adapters_train_little_and_skip_the_gradients_of_frozen_weights(tmp_path
 def test_the_sweep_finds_the_fewest(capsys):
     arguments = "--model llama-8b --world-size 32 --device h100 --precision bf16 --context 8192 --sweep".split()
     lines = said(capsys, "plan", *arguments, "--total", "1e11", "--days", "30").splitlines()
+    assert said(capsys, "plan", *arguments, "--total", "1e11", "--days", "1").endswith(
+        "32 GPUs don't finish in 1 days.\n"
+    )
     assert lines[1].split() == [*"GPUs sequence batch recompute chunks sharding peak tokens/s GPU-hours days".split()]
     assert [line.split()[0] for line in lines[2:5]] == ["8", "16", "32"]
     fewest = int(lines[5].split(": ")[1].split()[0])

@@ -225,7 +225,7 @@ def test_a_signal_ends_the_run_after_its_step(alone, monkeypatch, capsys):
 def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["finetune.py", "folder", "text", "run", "4"])
     monkeypatch.setenv("WORLD_SIZE", "5")
-    with pytest.raises(SystemExit, match="^5 ranks can't share 24 documents evenly"):
+    with pytest.raises(SystemExit, match="^5 ranks can't split 24 documents evenly"):
         runpy.run_path(FOLDER / "finetune.py", run_name="__main__")
 
 

@@ -31,7 +31,7 @@ def build_net() -> nn.Sequential:
 
 
 def shard_net(world_size: int) -> nn.Sequential:
-    """Build the same model and shard it: two layers are units of their own, and the third belongs to the root."""
+    """Build the same model and shard it: two layers are separate units, and the third belongs to the root."""
     model, mesh = build_net(), init_device_mesh("cpu", (world_size,))
     for unit in (model[0], model[2], model):
         fully_shard(unit, mesh=mesh)
