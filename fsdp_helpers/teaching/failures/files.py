@@ -180,7 +180,7 @@ FILES = (
             "`torch.load` and `from_pretrained` expect a single file, or safetensors."
         ),
         tell=(
-            "The folder contains `__0_0.distcp`, or is named `pytorch_model_fsdp_0` or `global_step`. If there's no "
+            "The folder contains `__0_0.distcp`, or it's named `pytorch_model_fsdp_0` or `global_step`. If there's no "
             "`.metadata` in it, the save never finished."
         ),
         fix=(
