@@ -229,16 +229,14 @@ FILES = (
             "`torch.serialization.safe_globals([argparse.Namespace])`, then save it again. Use `weights_only=False` "
             "only for your own files."
         ),
-        messages=(
-            "Weights only load failed",
-            "_pickle.UnpicklingError",
-        ),
+        messages=("Weights only load failed",),
         behavior=(
             "loading or resuming from a checkpoint fails since PyTorch 2.6",
             "torch.load fails after upgrading to 2.6; weights_only=True; numpy or argparse objects in the checkpoint",
         ),
         quotes={
             "a run on the CPU": (
+                "_pickle.UnpicklingError",
                 "Unsupported global: GLOBAL",
                 "WeightsUnpickler error",
             ),
