@@ -133,6 +133,9 @@ def test_adapters_train_little_and_skip_the_gradients_of_frozen_weights(tmp_path
 def test_the_sweep_finds_the_fewest(capsys):
     arguments = "--model llama-8b --world-size 32 --device h100 --precision bf16 --context 8192 --sweep".split()
     lines = said(capsys, "plan", *arguments, "--total", "1e11", "--days", "30").splitlines()
+    assert said(capsys, "plan", *arguments, "--total", "1e11", "--days", "1").endswith(
+        "32 GPUs don't finish in 1 days.\n"
+    )
     assert lines[1].split() == [*"GPUs sequence batch recompute chunks sharding peak tokens/s GPU-hours days".split()]
     assert [line.split()[0] for line in lines[2:5]] == ["8", "16", "32"]
     fewest = int(lines[5].split(": ")[1].split()[0])
@@ -265,7 +268,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"goodput": "0.5"}, "give --total as well"),
         ({"goodput": "1.5", "total": "10"}, "--goodput is 1.5; it's a share"),
         ({"days": "30"}, "--days needs a sweep to find the fewest GPUs"),
-        ({"global_batch": "1000"}, "use a multiple of that"),
+        ({"global_batch": "1500"}, "use a multiple of that"),
         ({"global_batch": "0"}, "global_batch is 0"),
         ({"global_batch": "1024", "micro_batches": "2"}, "leave out --micro-batches"),
         ({"lora_rank": "8"}, "--lora-rank is only for language models"),

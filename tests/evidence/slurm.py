@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from programs import wait_until
 from two_machines import NODES, alone_on_a_core, core_of, free_ports, what_is_missing, write_hosts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "unshare", "taskset", "setpriv")
@@ -213,14 +214,6 @@ def munge_files(folder: Path) -> list[str]:
 def rank_0_of(output: str) -> str:
     """The lines of a job's output that its rank 0 printed, as torchrun marks them."""
     return "\n".join(line for line in output.splitlines() if line.startswith("[default0]:"))
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 180.0) -> bool:
-    """Return True if `condition` became true in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (reached := bool(condition())) and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    return reached
 
 
 def end_with_namespace(daemon: subprocess.Popen) -> None:

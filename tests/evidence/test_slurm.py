@@ -9,6 +9,7 @@ import pytest
 import slurm as cluster
 from leftovers import PROJECT
 from needs import need
+from programs import wait_until
 from torchrun_jobs import SMALL, read_losses
 
 from fsdp_helpers.checkpointing.folder import find_steps
@@ -127,7 +128,7 @@ def losses_by_step(slurm, folder: Path, job: str, more_than: int) -> dict[int, f
     def found() -> list[tuple[str, str]]:
         return LOSS.findall(output(folder, job))
 
-    assert cluster.wait_until(lambda: len(found()) > more_than), output(folder, job)[-3000:]
+    assert wait_until(lambda: len(found()) > more_than), output(folder, job)[-3000:]
     lines = found()  # once, since a job that runs writes more
     assert len(dict(lines)) == len(lines)
     return {int(step): float(loss) for step, loss in lines}
@@ -146,7 +147,7 @@ def test_a_lost_node_requeues_the_job_and_it_resumes(undisturbed, tmp_path):
     arguments = ["-m", "fsdp_helpers", "train", *SHARDED, "--epochs", 100, "--max-steps", 400, *saving]
     with cluster.running_slurm(tmp_path / "cluster") as slurm:
         job = slurm.submit(SCRIPT, *arguments, "--json", tmp_path / "run.json", folder=tmp_path, **VARIABLES)
-        assert cluster.wait_until(lambda: find_steps(tmp_path / "run")), slurm.show(job)
+        assert wait_until(lambda: find_steps(tmp_path / "run")), slurm.show(job)
         slurm.lose_node(1)
         slurm.wait_for(job, "PENDING")
         slurm.start_node(1)

@@ -81,6 +81,17 @@ def test_ranks_that_gathered_different_bytes_are_refused(kept):
         unit_trace("two", {}, [first, other])
 
 
+def test_times_count_from_when_the_first_rank_began(kept):
+    first, second = kept.ranks
+    later = replace(second, trace=replace(second.trace, began_s=first.trace.began_s + 1.0))
+
+    def times_s(rank) -> list[float]:
+        stays = [time_s for stay in rank.stays["root"] for time_s in (stay.gather.start_s, stay.freed_s)]
+        return [rank.zeroed_s, rank.gradients[0].time_s, rank.reduces["root"].end_s, *stays]
+
+    assert times_s(unit_trace("two", {}, [first, later]).ranks[1]) == pytest.approx([1 + at for at in times_s(second)])
+
+
 def test_units_that_cannot_be_followed_are_refused(kept):
     hooks = UnitHooks(torch.nn.Linear(2, 2))  # nothing of it is sharded
     hooks._entered, hooks._left = ["", "inner"], {"": (0.0, False), "inner": (0.0, True)}

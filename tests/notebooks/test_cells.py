@@ -5,7 +5,7 @@ Quick: notebooks are read as syntax trees, not run.
 
 import nbformat
 import pytest
-from chapters import body, code_cells, launched, listed, not_called, read_chapter, statements, tree_of, written
+from chapters import NOTEBOOKS, body, launched, listed, not_called, read_chapter, written
 
 # What a chapter's objectives name, and its body calls; of names with | between them any will do.
 CALLS = {
@@ -74,7 +74,7 @@ CALLS = {
         "clip_grads_with_norm_",
     ),
 }
-SERIES = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15")
+SERIES = sorted(path.name[:2] for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 
 
 def unseen_workers(number: str, chapters: dict[str, nbformat.NotebookNode]) -> list[str]:
@@ -94,55 +94,3 @@ def test_the_subject_is_called_in_a_cell(number):
 @pytest.mark.parametrize("number", CALLS)
 def test_the_reader_has_seen_what_is_launched(number):
     assert unseen_workers(number, {name: read_chapter(name) for name in SERIES}) == []
-
-
-# ---------------------------------------------------------------- the checks can fail
-
-
-def notebook(*sources: str) -> nbformat.NotebookNode:
-    cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    exercises = nbformat.v4.new_markdown_cell("## Exercises\n")
-    return nbformat.v4.new_notebook(cells=[*cells, exercises, nbformat.v4.new_code_cell("fully_shard(model)")])
-
-
-@pytest.mark.parametrize(
-    "source, missing",
-    [
-        ("fully_shard(model)", []),
-        ("%%ranks\nfsdp.fully_shard(model)", []),
-        ("%%ranks 0,1\nfully_shard(model)", []),
-        ("%%writefile my_job.py\ndef work(rank, world_size):\n    fully_shard(rank)", []),
-        ("%time fully_shard(model)", ["fully_shard"]),
-        ("%%bash\nfully_shard(model)", ["fully_shard"]),
-        ("print('fully_shard(model)')  # fully_shard(model)", ["fully_shard"]),
-        ("fully_shard = 3", ["fully_shard"]),
-        ("not_fully_shard(model)", ["fully_shard"]),
-    ],
-)
-def test_a_call_is_a_call(source, missing):
-    assert not_called(body(notebook(source)), ("fully_shard",)) == missing
-
-
-def test_a_keyword_and_a_dotted_name():
-    cells = body(notebook("dcp.save(state)\nFSDP(model, auto_wrap_policy=None)"))
-    assert not_called(cells, ("dcp.save", "auto_wrap_policy=")) == []
-    assert not_called(cells, ("dcp.load", "policy=")) == ["dcp.load", "policy="]
-    assert not_called(cells, ("dcp.load|dcp.save", "policy=|load")) == ["policy=|load"]
-
-
-def test_a_worker_that_is_never_shown_is_found():
-    hidden, shown = "launch(train_it, world_size=2)", "show.source(by_hand.train_it)"
-    traced = "launch(traced, by_hand.train_it, config, world_size=2)"
-    in_a_cell = "%%writefile job.py\ndef train_it(rank, world_size): ...\n"
-    for source in (hidden, traced):
-        assert unseen_workers("02", {"02": notebook(source)}) == ["train_it"]
-        assert unseen_workers("02", {"01": notebook(shown), "02": notebook(source)}) == []
-        assert unseen_workers("02", {"02": notebook(in_a_cell, source)}) == []
-        assert unseen_workers("02", {"02": notebook(source), "03": notebook(shown)}) == ["train_it"]  # too late
-
-
-def test_statements_are_compared_without_comments_and_docstrings():
-    one, other = code_cells(
-        body(notebook("%%ranks\n# a loop\ndef f():\n    'What it is.'\n    return 1  # one\n", "def f(): return 1"))
-    )
-    assert statements(tree_of(one)) == statements(tree_of(other)) == ["def f():\n    return 1"]

@@ -160,6 +160,11 @@ def test_a_file_that_is_wrong_ends_in_one_line_and_status_2(changes, message, tm
     assert message in said.err and len(said.err.splitlines()) == 1 and said.out == ""
 
 
+def test_experts_may_be_in_every_second_block():
+    blocks = ROUTED | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert planned_shape(blocks)[1].experts.dense == {0, 2, 3, 4}  # counted from 1, the second has experts
+
+
 def test_the_title_says_what_is_left_out(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "gemma3"} | CARDS["gemma3 (4B, its text model)"][0])

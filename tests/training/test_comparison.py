@@ -21,8 +21,9 @@ from fsdp_helpers.training.comparison import (
 )
 
 # Every strategy, DDP also with its gradients in the buckets, FSDP with both APIs
-ON_CUDA = ["local", "ddp", "ddp, lean"]
-ON_CUDA += [f"{strategy} ({api})" for strategy in STRATEGIES if is_sharded(strategy) for api in APIS]
+WAYS = {name: [f"{name} ({api})" for api in APIS] if is_sharded(name) else [name] for name in STRATEGIES}
+WAYS["ddp"].append("ddp, lean")
+ON_CUDA = [label for labels in WAYS.values() for label in labels]
 ON_CPU = [label for label in ON_CUDA if label != "fsdp-offload (fsdp1)"]
 KEPT = PROJECT / "notebooks" / "reference" / "compare-cpu.json"
 
@@ -135,17 +136,24 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
     # The first has one process's dropout; the others draw the same masks
     assert [row["final_loss"] for row in rows[1:]] == pytest.approx([rows[1]["final_loss"]] * len(rows[1:]), abs=1e-5)
     assert all(row["step_s"] > 0 and row["peak_bytes"] > row["held_bytes"] > 0 for row in rows)
-    # one process sends nothing; DDP 4 x 1,199,882 bytes once, FSDP as one unit twice
-    assert [row["moved_bytes"] for row in rows[:5]] == [0, 4_799_528, 4_799_528, 9_599_056, 9_599_056]
-    # ... and on two ranks each sends half of what it moves in a half of an all-reduce, all of it in a whole one
-    assert [row["sent_bytes"] for row in rows[:6]] == [0, *[4_799_528] * 4, 7_159_080]
-    # 16 P in one process, 4 P more in DDP's buckets, unless its gradients lie in them; 16 P / 2 sharded
-    held = {label: row["held_bytes"] for label, row in zip(ON_CPU, rows, strict=True)}
-    expected = {"local": 16, "ddp": 20, "ddp, lean": 16, "fsdp (fsdp2)": 8}
-    for label, bytes_a_parameter in expected.items():
-        assert held[label] == pytest.approx(bytes_a_parameter * 1_199_882, rel=1e-3), label
-    assert rows[2]["peak_bytes"] < rows[1]["peak_bytes"]
-    assert rows[2]["final_loss"] == rows[1]["final_loss"]
+    by_label = dict(zip(ON_CPU, rows, strict=True))
+    expected = {
+        # one process sends nothing; DDP moves 4 x 1,199,882 bytes once, FSDP as one unit twice; on two ranks each sends
+        # half of what it moves in a half of an all-reduce, all of it in a whole one. And 16 P are held in one process,
+        # 4 P more in DDP's buckets, unless its gradients lie in them, 16 P / 2 sharded
+        "local": (0, 0, 16),
+        "ddp": (4_799_528, 4_799_528, 20),
+        "ddp, lean": (4_799_528, 4_799_528, 16),
+        "fsdp (fsdp1)": (9_599_056, 4_799_528, 8),
+        "fsdp (fsdp2)": (9_599_056, 4_799_528, 8),
+    }
+    for label, (moved_bytes, sent_bytes, bytes_a_parameter) in expected.items():
+        row = by_label[label]
+        assert (row["moved_bytes"], row["sent_bytes"]) == (moved_bytes, sent_bytes), label
+        assert row["held_bytes"] == pytest.approx(bytes_a_parameter * 1_199_882, rel=1e-3), label
+    assert by_label["fsdp-auto-wrap (fsdp1)"]["sent_bytes"] == 7_159_080
+    assert by_label["ddp, lean"]["peak_bytes"] < by_label["ddp"]["peak_bytes"]
+    assert by_label["ddp, lean"]["final_loss"] == by_label["ddp"]["final_loss"]
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cwd", "no-mnist", "table.json", "table.png"]
     assert os.listdir(tmp_path / "cwd") == []

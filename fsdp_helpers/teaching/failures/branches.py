@@ -223,14 +223,14 @@ BRANCHES = (
         name="wrong-unused-parameters",
         title="Ranks use different heads, and their gradients are mixed up",
         why=(
-            "FSDP2 reduces the gradients that a unit has, one after another in one buffer. Rank 0 has one for head 0 "
-            "and rank 1 has one for head 1; both go into the same place in the buffer, and are added up. In DDP, "
-            "`find_unused_parameters=True` handles this. No error is raised."
+            "FSDP2 packs the gradients that a unit has into one buffer and reduces it. Rank 0 has a gradient for head "
+            "0, and rank 1 has one for head 1. Both end up in the same place in the buffer, so they're added "
+            "together, without an error. In DDP, `find_unused_parameters=True` handles this."
         ),
-        tell="The gradient of one head contains the other's. Compare with one process, or with DDP.",
+        tell="One head's gradient contains the other's. Compare with one process or with DDP.",
         fix=(
-            "`model.set_reduce_scatter_unused_params(True)` (PyTorch 2.13 or later): parameters without a gradient "
-            "send zeros."
+            "Call `model.set_reduce_scatter_unused_params(True)` (PyTorch 2.13 or later), so that parameters without "
+            "a gradient contribute zeros."
         ),
         numbers=("gradients of two heads or experts are mixed up: 11 and 11 instead of 1 and 10",),
         behavior=(
@@ -246,18 +246,19 @@ BRANCHES = (
         name="crash-unused-parameters",
         title="Expected to have finished reduction in the prior iteration before starting a new one",
         why=(
-            "DDP waits for the gradient of every parameter. A head, a branch or a modality that this step doesn't "
-            "use, or an output that isn't in the loss, gives none, and the next forward finds the reduction "
-            "unfinished."
+            "DDP waits for the gradient of every parameter. A head, branch or modality that this step doesn't use "
+            "gets no gradient, and neither does a layer whose output isn't part of the loss. The next forward then "
+            "finds the reduction unfinished."
         ),
         tell=(
-            "`[n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]` after one backward "
-            "without DDP; `TORCH_DISTRIBUTED_DEBUG=DETAIL` names them too."
+            "Run one backward without DDP, and print `[n for n, p in model.named_parameters() if p.requires_grad and "
+            "p.grad is None]`. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names these parameters, too."
         ),
         fix=(
-            "`DistributedDataParallel(model, find_unused_parameters=True)`; better: freeze or remove what is never "
-            "used, or add `0.0 * output.sum()` to the loss. The same parameters in each step: `static_graph=True`. "
-            "Under FSDP2, see [wrong-unused-parameters](#wrong-unused-parameters)."
+            "Use `DistributedDataParallel(model, find_unused_parameters=True)`. Better yet, freeze or remove layers "
+            "that are never used, or add `0.0 * output.sum()` to the loss. If the unused parameters are the same in "
+            "every step, pass `static_graph=True`. Under FSDP2, see "
+            "[wrong-unused-parameters](#wrong-unused-parameters)."
         ),
         messages=(
             "Expected to have finished reduction in the prior iteration before starting a new one",
@@ -272,17 +273,17 @@ BRANCHES = (
             "DDP fails in the second iteration or step",
         ),
         quotes={
-            "DDP, torch's reducer.cpp": (
+            "a run on the CPU": (
                 "Parameter indices which did not receive grad for rank",
                 "passing the keyword argument `find_unused_parameters=True`",
                 "making sure all `forward` function outputs participate in calculating loss",
                 "Parameters which did not receive grad for rank",
                 "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters",
-                "Since `find_unused_parameters=True` is enabled",
                 "this is not compatible with static_graph set to True",
                 "your training graph has changed in this iteration",
                 "unused parameter detection",
             ),
+            "torch's reducer.cpp": ("Since `find_unused_parameters=True` is enabled",),
         },
         broken=leave_a_head_out,
         fixed=find_the_unused_head,
@@ -293,15 +294,16 @@ BRANCHES = (
         name="wrong-unused-units",
         title="Each rank runs a different unit: experts, heads, LayerDrop",
         why=(
-            "A unit all-gathers when it's called. Rank 0 calls one unit and rank 1 a different one, and their "
-            "all-gathers are matched: each gets halves of two layers. With different shapes, gloo aborts and NCCL "
-            "hangs. A vision tower that a batch without an image skips, or an expert without a token, is such a unit."
+            "A unit all-gathers its parameters when it's called. If rank 0 calls one unit while rank 1 calls a "
+            "different one, the two all-gathers are matched with each other, and each rank gets half of one layer and "
+            "half of the other. If the shapes differ, gloo aborts and NCCL hangs. This happens with a vision tower "
+            "that's skipped when a batch has no images, or with an expert that gets no tokens."
         ),
-        tell="Trace the forward of each rank: the units, or their number, differ.",
+        tell="Trace each rank's forward. The units, or the number of units, will differ.",
         fix=(
-            "Call every unit on every rank, in the same order, on a dummy input and with a weight of 0 where its "
-            "output isn't wanted, `loss + 0.0 * tower(blank).sum()`; or keep the layers that only some ranks use in "
-            "the root unit, with `set_reduce_scatter_unused_params(True)`."
+            "Call every unit on every rank, in the same order. Where you don't need a unit's output, give it a dummy "
+            "input and a weight of 0: `loss + 0.0 * tower(blank).sum()`. Or keep the layers that only some ranks use "
+            "in the root unit, with `set_reduce_scatter_unused_params(True)`."
         ),
         numbers=("a shared body's gradient is wrong where ranks run different experts",),
         behavior=(
@@ -319,7 +321,9 @@ BRANCHES = (
             "stochastic depth, early exit or layer skipping with FSDP",
         ),
         quotes={
-            "torch, FSDP1": ("Only some but not all ranks have a `None` `FlatParameter` gradient",),
+            "torch/distributed/fsdp/_flat_param.py": (
+                "Only some but not all ranks have a `None` `FlatParameter` gradient",
+            ),
         },
         broken=run_one_head_per_rank,
         fixed=run_both_heads,
@@ -329,12 +333,15 @@ BRANCHES = (
         name="crash-checkpoint-branch",
         title="A different number of tensors was saved during the original forward and recomputation",
         why=(
-            "Activation checkpointing runs the forward again in backward and expects the same operations. A branch on "
-            "a counter, a cache, a random number drawn outside torch, or a `use_cache=True` takes a different path "
-            "the second time."
+            "Activation checkpointing runs the forward again during backward and expects the same operations. If the "
+            "code branches on a counter, a cache (`use_cache=True`) or a random number drawn outside torch, the "
+            "second forward takes a different path."
         ),
         tell="`torch.utils.checkpoint.set_checkpoint_debug_enabled(True)` prints both lists of operations.",
-        fix="Decide outside, and pass the decision in: `checkpoint(block, x, is_odd, use_reentrant=False)`.",
+        fix=(
+            "Make the decision outside the checkpointed function and pass it in: `checkpoint(block, x, is_odd, "
+            "use_reentrant=False)`."
+        ),
         messages=(
             (
                 "torch.utils.checkpoint: A different number of tensors was saved during the original forward and "
@@ -349,21 +356,19 @@ BRANCHES = (
             "activation checkpointing outside FSDP, in the wrong order; checkpoint_wrapper",
         ),
         quotes={
-            "torch/utils/checkpoint.py": (
+            "a run on the CPU": (
                 "Recomputed values for the following tensors have different metadata",
                 "tensor at position",
                 "Number of tensors saved during forward",
                 "trying to save more tensors during recomputation than during the original forward pass",
-            ),
-            "torch, checkpoint": (
                 "torch.utils.checkpoint.CheckpointError",
                 "recomputed metadata",
-                "Unpack is being triggered for a tensor that was already unpacked once",
-                "Tensor cached during selective activation checkpoint has been mutated",
-            ),
-            "torch, autograd": (
                 "Trying to backward through the graph a second time",
                 "a second time (or directly access saved tensors after they have already been freed)",
+            ),
+            "torch/utils/checkpoint.py": (
+                "Unpack is being triggered for a tensor that was already unpacked once",
+                "Tensor cached during selective activation checkpoint has been mutated",
             ),
         },
         broken=branch_inside,
@@ -373,14 +378,14 @@ BRANCHES = (
     ),
     Failure(
         name="memory-after-oom",
-        title="Out of memory once, and every later step takes more memory and trains wrongly",
+        title="Once a step has run out of memory, every later step takes more memory and trains wrongly",
         why=(
-            "An exception in the middle of backward leaves the units unsharded. If you catch it and take the next "
-            "batch, they stay that way: each rank holds full parameters and full gradients, and reduces nothing. No "
-            "error is raised."
+            "An exception in the middle of backward leaves the units unsharded. If you catch it and go on to the next "
+            "batch, they stay that way: each rank holds full parameters and full gradients, and doesn't reduce them. "
+            "No error is raised."
         ),
         tell=(
-            "Memory between two steps is higher than before the failure; `type(next(model.parameters()))` isn't "
+            "Between steps, memory is higher than before the failure, and `type(next(model.parameters()))` isn't "
             "DTensor."
         ),
         fix=(

@@ -190,15 +190,15 @@ CRASHES = (
         name="crash-skipped-step",
         title="One rank skips a batch, and a process is aborted",
         why=(
-            "Rank 1 skips a step whose loss is NaN. Its next all-gather is matched with rank 0's gradient reduction, "
-            "and gloo receives more bytes than it expects, so it aborts the process from C++. NCCL would hang "
-            "instead, or mix up the data."
+            "Rank 1 skips a step whose loss is NaN. Its next all-gather is matched with rank 0's gradient reduction. "
+            "gloo receives more bytes than it expects, so it aborts the process from C++. NCCL would hang instead, or "
+            "mix up the data."
         ),
         tell=(
-            "*Received data size doesn't match expected size*, the last line on standard error: two ranks are in "
-            "different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` says which."
+            "The last line on standard error is *Received data size doesn't match expected size*, which means that "
+            "two ranks are in different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` tells you which ones."
         ),
-        fix="Decide together: reduce the flag over all ranks, and skip everywhere or nowhere.",
+        fix="Decide together: all-reduce the flag, and skip the step on all ranks or on none.",
         messages=(
             "Received data size doesn't match expected size",
             "Signal 6 (SIGABRT) received by PID",
@@ -213,22 +213,15 @@ CRASHES = (
             "ranks are off by one collective; shapes of an all-reduce don't match between ranks",
         ),
         quotes={
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL": (
+            "a run on the CPU": (
                 "Detected mismatch between collectives on ranks",
                 "Collectives differ in the following aspects",
                 "is running collective: CollectiveFingerPrint",
-            ),
-            "gloo, pair.cc": ("op.preamble.length <= op.nbytes",),
-            "gloo": (
-                "Invalid bytes received",
-                "what():  [enforce fail at",
-                "gloo::EnforceNotMet",
-            ),
-            "NCCL": ("Message truncated : received",),
-            "torch, DETAIL": (
                 "CollectiveFingerPrint",
                 "Tensor Tensor shapes",
             ),
+            "an older gloo": ("Invalid bytes received",),
+            "NCCL": ("Message truncated : received",),
         },
         broken=skip_bad_loss,
         fixed=skip_bad_loss_together,
@@ -239,13 +232,13 @@ CRASHES = (
         name="crash-mixed-tensor-dtensor",
         title="got mixed torch.Tensor and DTensor",
         why=(
-            "The unit's hooks unshard its parameters when the unit itself is called. Calling `model.forward` or a "
-            "layer inside the unit bypasses them and finds shards, which are DTensors."
+            "A unit's hooks unshard its parameters when you call the unit. If you call `model.forward`, or a layer "
+            "inside the unit, the hooks don't run, and the layer finds shards, which are DTensors."
         ),
-        tell="The traceback has no line of the unit's `__call__` above the failing layer.",
+        tell="In the traceback, the unit's `__call__` doesn't appear above the failing layer.",
         fix=(
-            "Call the unit. If you need an inner part by itself, make it a unit; for a method such as `generate`, use "
-            "`register_fsdp_forward_method(model, 'generate')`."
+            "Call the unit. If you need to call an inner module on its own, make it a unit. For a method such as "
+            "`generate`, use `register_fsdp_forward_method(model, 'generate')`."
         ),
         messages=("got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor",),
         behavior=(
@@ -262,35 +255,33 @@ CRASHES = (
             ),
         ),
         quotes={
-            "FSDP1: an embedding whose unit isn't gathered; pytorch#100069": ("'weight' must be 2-D",),
-            "FSDP1, a convolution": ("weight should have at least three dimensions",),
-            "FSDP1, freed storage": (
-                "The tensor has a non-zero number of elements, but its data is not allocated yet",
+            "a run on the CPU": (
+                "'weight' must be 2-D",
+                "weight should have at least three dimensions",
                 "are out of bounds for storage of size 0",
                 "setStorage: sizes",
                 "mat2 must be a matrix, got 1-D tensor",
-                "2D tensors expected, but got",
                 "is invalid for input of size",
-                "which has 0 elements",
                 "a Tensor with 0 elements",
                 "weight should have at least",
-                "expected weight to be at least",
-                "tensor should have ND shape but has 1D shape",
                 "running_mean should contain",
-            ),
-            "torch, DTensor": (
-                "aten.embedding.default: got mixed torch.Tensor and DTensor",
                 "need to convert all torch.Tensor to DTensor before calling distributed operators",
                 "got mixed torch.Tensor and DTensor",
-            ),
-            "torch, freed storage": (
-                "storage has wrong byte size",
                 "size mismatch, got input",
-            ),
-            "torch": (
                 "self must be a matrix",
                 "mat1 and mat2 shapes cannot be multiplied",
+            ),
+            "torch's TensorImpl.h": (
+                "The tensor has a non-zero number of elements, but its data is not allocated yet",
                 "The tensor has a non-zero number of elements",
+            ),
+            "torch's LinearAlgebra.cpp": ("2D tensors expected, but got",),
+            "torch/nn/functional.py": ("which has 0 elements",),
+            "torch's Convolution.cpp": ("expected weight to be at least",),
+            "torch's serialization.cpp": ("storage has wrong byte size",),
+            "an older PyTorch": (
+                "tensor should have ND shape but has 1D shape",
+                "aten.embedding.default: got mixed torch.Tensor and DTensor",
             ),
         },
         broken=call_part_of_a_unit,
@@ -302,11 +293,11 @@ CRASHES = (
         name="crash-tied-weights",
         title="Parameter is shared with a parameter already managed by another FSDP group",
         why=(
-            "The head of a language model often uses the embedding's weight. One tensor can't belong to two units. "
-            "FSDP1 fails later, with a shape that doesn't fit; FSDP2 of PyTorch 2.11 raises no error."
+            "A language model's head often uses the embedding's weight, and one tensor can't belong to two units. "
+            "FSDP1 fails later, with a shape that doesn't match. FSDP2 in PyTorch 2.11 doesn't raise an error."
         ),
         tell="`model.head.weight is model.embedding.weight` is true before sharding.",
-        fix="Put both into one unit: `fully_shard([model.embedding, model.head])`, or leave both to the root.",
+        fix="Put both into one unit, `fully_shard([model.embedding, model.head])`, or leave both in the root unit.",
         messages=("is shared with a parameter already managed by another FSDP group",),
         behavior=(
             "a language model with tied embeddings can't be sharded",
@@ -315,13 +306,15 @@ CRASHES = (
             "a parameter is reused by two modules",
         ),
         quotes={
-            "FSDP1, the same model": ("size mismatch, got input",),
-            "torch, FSDP2": ("For shared/tied parameters, use",),
+            "a run on the CPU": ("size mismatch, got input",),
+            "torch/distributed/fsdp/_fully_shard/_fsdp_state.py": (
+                "For shared/tied parameters, use",
+                "managed by another FSDP group",
+            ),
             "accelerate": (
                 "This is likely due to tied embeddings",
                 "Parameters missing after FSDP2 wrapping",
             ),
-            "torch": ("managed by another FSDP group",),
         },
         broken=tied_in_two_units,
         fixed=tied_in_one_unit,
@@ -333,18 +326,18 @@ CRASHES = (
         name="crash-container",
         title="fully_shard does not support containers that do not implement forward",
         why=(
-            "A unit is unsharded when its forward is called. A `ModuleList` or a `ModuleDict` has no forward; the "
-            "model calls the modules in it."
+            "A unit is unsharded when its forward is called. A `ModuleList` or `ModuleDict` doesn't have a forward, "
+            "because the model calls the modules in it directly."
         ),
         tell="The message names the container.",
         fix=(
-            "Shard what's in the list, not the list: `for block in model.layers: fully_shard(block)` in place of "
-            "`fully_shard(model.layers)`."
+            "Shard the modules in the list, not the list. Use `for block in model.layers: fully_shard(block)` instead "
+            "of `fully_shard(model.layers)`."
         ),
         messages=("does not support containers that do not implement forward",),
         behavior=("fully_shard of a ModuleList, ModuleDict or of model.layers fails",),
         quotes={
-            "torch, FSDP1": ("FSDP will not all-gather parameters for containers that do not implement forward",),
+            "a run on the CPU": ("FSDP will not all-gather parameters for containers that do not implement forward",),
         },
         broken=shard_the_list,
         fixed=shard_the_blocks,
@@ -355,10 +348,13 @@ CRASHES = (
         name="crash-frozen-flat",
         title="Must flatten tensors with uniform requires_grad",
         why=(
-            "FSDP1 flattens all parameters of a unit into one, which either needs gradients or doesn't. A frozen "
-            "layer and a trained one can't share a flat parameter."
+            "FSDP1 flattens all of a unit's parameters into a single one, which either requires gradients or doesn't. "
+            "So a frozen layer and a trained layer can't be in the same unit."
         ),
-        tell="The error comes while the model is wrapped, before the first step. FSDP2 has no such limit.",
+        tell=(
+            "The error is raised while the model is being wrapped, before the first step. FSDP2 doesn't have this "
+            "limitation."
+        ),
         fix="Pass `use_orig_params=True`, give frozen layers their own units, or move to FSDP2.",
         messages=("Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",),
         behavior=(
@@ -370,7 +366,7 @@ CRASHES = (
             "use_orig_params must be True for LoRA, freezing or several parameter groups",
         ),
         quotes={
-            "torch, FSDP1, before 2.1": ("`FlatParameter` requires uniform `requires_grad`",),
+            "an older PyTorch": ("`FlatParameter` requires uniform `requires_grad`",),
             "fairscale": (
                 "expects all parameters in the same parameter group of the module to have same requires_grad",
             ),
@@ -382,12 +378,16 @@ CRASHES = (
     ),
     Failure(
         name="crash-encoder-fast-path",
-        title="Training works, evaluation fails inside nn.TransformerEncoderLayer",
+        title="Training works, but evaluation fails inside nn.TransformerEncoderLayer",
         why=(
             "In evaluation, PyTorch's encoder layer takes a fast path, which reads the weights of its inner layers "
-            "instead of calling them. If those are FSDP1 units, their weights are empty or flat at that moment."
+            "instead of calling them. If the inner layers are FSDP1 units, their weights are empty or flat at that "
+            "point."
         ),
-        tell="Only `eval()` with `no_grad` fails, and the traceback ends in the encoder layer, not in a Linear.",
+        tell=(
+            "It fails only in `eval()` mode with `no_grad`, and the traceback ends in the encoder layer, not in a "
+            "Linear."
+        ),
         fix="Make the whole encoder layer the unit.",
         behavior=("training works, evaluation fails inside nn.TransformerEncoderLayer",),
         broken=units_inside_the_encoder_layer,

@@ -69,12 +69,15 @@ if __name__ == "__main__":
 """
 
 
+ERROR = r"^([\w.]*Error|\S+: error): .*?(?=\n\n|\nTraceback|\nE\d{4} |\Z)"  # down to torchrun's log, or a cause
+
+
 def answer_of(command: list[str], **variables: str) -> Numbers:
     """Run a program and return the number that it prints; raise a RuntimeError with its error if it prints nothing."""
     environment = os.environ | variables
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if not done.stdout:
-        error = re.search(r"^[\w.]*Error: .*?(?=\n\n|\nTraceback|\Z)", done.stderr, re.MULTILINE | re.DOTALL)
+        error = re.search(ERROR, done.stderr, re.MULTILINE | re.DOTALL)
         said = " ".join(error[0].split()) if error else f"no answer, and exit status {done.returncode}: {done.stderr}"
         raise RuntimeError(said)
     return {"the worker's answer": float(done.stdout)}
@@ -184,17 +187,17 @@ CRASHES_AT_THE_ENDS = (
         name="crash-no-torchrun",
         title="environment variable RANK expected, but not set",
         why=(
-            "`init_process_group` takes rank, world size and address from variables that torchrun sets. If you start "
-            "it with `python train.py`, there are none, and a script that doesn't check trains alone: each process is "
-            "rank 0 of 1."
+            "`init_process_group` reads the rank, the world size and the address from environment variables that "
+            "torchrun sets. If you start the script with `python train.py`, they aren't set, and a script that "
+            "doesn't check for them trains alone, as rank 0 of 1."
         ),
         tell=(
-            "`env | grep -E 'RANK|WORLD_SIZE|MASTER'` is empty. A collective without `init_process_group` says "
-            "*Default process group has not been initialized*."
+            "`env | grep -E 'RANK|WORLD_SIZE|MASTER'` prints nothing. A collective that's called without "
+            "`init_process_group` says *Default process group has not been initialized*."
         ),
         fix=(
-            "`torchrun --standalone --nproc-per-node 8 train.py`; under Slurm, one torchrun per node, as in "
-            "[10](10_many_machines.ipynb)."
+            "Start it with `torchrun --standalone --nproc-per-node 8 train.py`. Under Slurm, start one torchrun per "
+            "node, as in [10](10_many_machines.ipynb)."
         ),
         messages=("environment variable RANK expected, but not set",),
         behavior=(
@@ -210,41 +213,35 @@ CRASHES_AT_THE_ENDS = (
             "a CPU or a single-GPU run of a distributed script fails; how to run without distributed",
         ),
         quotes={
-            "torch/distributed/distributed_c10d.py": ("Default process group has not been initialized",),
-            "torch, rendezvous": (
+            "a run on the CPU": (
+                "Default process group has not been initialized",
                 "Error initializing torch.distributed using env:// rendezvous",
                 "environment variable WORLD_SIZE expected, but not set",
                 "environment variable MASTER_ADDR expected, but not set",
                 "environment variable MASTER_PORT expected, but not set",
-            ),
-            "Python, os.environ": (
                 "KeyError: 'LOCAL_RANK'",
                 "KeyError: 'RANK'",
                 "KeyError: 'WORLD_SIZE'",
                 "KeyError: 'MASTER_ADDR'",
                 "KeyError: 'SLURM_PROCID'",
                 "KeyError: 'LOCAL_WORLD_SIZE'",
+                "please make sure to call init_process_group",
+                "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is 1",
+                "offload_to_cpu=True and NO_SHARD is not supported yet",
+                "Invalid process group specified",
+                "error: the following arguments are required: training_script",
+            ),
+            "torch/distributed/distributed_c10d.py": ("LOCAL_RANK is not in the environment",),
+            "torch/distributed/device_mesh.py": ("DeviceMesh process groups not initialized",),
+            "torch/distributed/fsdp/_state_dict_utils.py": (
+                "can only be used when parameters are flatten and sharded",
             ),
             "transformers, accelerate": (
                 "Using fsdp only works in distributed training",
                 "Using FSDP is only possible in distributed training",
             ),
-            "pytorch": (
-                "please make sure to call init_process_group",
-                "Default process group is not initialized",
-            ),
-            "torch, FSDP1": (
-                "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is 1",
-            ),
-            "torch": (
-                "LOCAL_RANK is not in the environment",
-                "DeviceMesh process groups not initialized",
-                "can only be used when parameters are flatten and sharded",
-                "offload_to_cpu=True and NO_SHARD is not supported yet",
-                "Invalid process group specified",
-            ),
+            "an older PyTorch": ("Default process group is not initialized",),
             "transformers": ("local_rank == -1",),
-            "torchrun": ("error: the following arguments are required: training_script",),
         },
         broken=start_with_python,
         fixed=start_with_torchrun,
@@ -255,11 +252,11 @@ CRASHES_AT_THE_ENDS = (
         name="crash-main-guard",
         title="An attempt has been made to start a new process before its bootstrapping phase has finished",
         why=(
-            "A spawned process imports the script that started it. Lines at its top level run again there, including "
-            "`mp.spawn` or a `DataLoader` with workers."
+            "A spawned process imports the script that started it, so all code at the script's top level runs again, "
+            "including `mp.spawn` or a `DataLoader` with workers."
         ),
         tell="The traceback shows the script's own lines twice, below `multiprocessing/spawn.py`.",
-        fix='`if __name__ == "__main__":` in front of everything that starts processes.',
+        fix='Put everything that starts processes under `if __name__ == "__main__":`.',
         messages=(
             (
                 "An attempt has been made to start a new process before the current process has finished its "
@@ -274,7 +271,7 @@ CRASHES_AT_THE_ENDS = (
             ),
         ),
         quotes={
-            "Python, multiprocessing": (
+            "a run on the CPU": (
                 "freeze_support()",
                 "if __name__ == '__main__':",
             ),
@@ -288,14 +285,14 @@ CRASHES_AT_THE_ENDS = (
         name="crash-connection-closed",
         title="A healthy rank is the one that fails",
         why=(
-            "Rank 1 had fewer batches, finished and exited. Rank 0 then finds its connection closed, and its "
-            "traceback points at an innocent all-reduce."
+            "Rank 1 had fewer batches, so it finished first and exited. Rank 0 then finds its connection closed, and "
+            "its traceback points at an innocent all-reduce."
         ),
         tell=(
             "The message is about a connection, not about your code. Look at the *other* ranks: which one ended "
             "first, and with what exit status? `launch` calls the roll and names the missing rank."
         ),
-        fix="Agree on the number of steps before the loop; here all ranks take the smallest.",
+        fix="Have all ranks agree on the number of steps before the loop. Here, they all use the smallest number.",
         messages=(
             "Connection closed by peer",
             "This is typically caused by a remote worker",
@@ -308,17 +305,18 @@ CRASHES_AT_THE_ENDS = (
             "rank 0 ends or crashes first, and all other ranks complain about the store",
         ),
         quotes={
-            "torch's TCPStore": (
-                "recvValue failed on SocketImpl",
+            "a run on the CPU": (
                 "Broken pipe",
                 "failed to recv, got 0 bytes",
                 "Connection was likely closed. Did the remote server shutdown or crash?",
                 "sendBytes failed on SocketImpl",
-                'Failed to check the "should dump" flag on TCPStore',
-                "torch.distributed.DistBackendError",
+                "ConnectionResetError: [Errno 104] Connection reset by peer",
+                "BrokenPipeError: [Errno 32] Broken pipe",
+                "ConnectionRefusedError: [Errno 111] Connection refused",
+            ),
+            "torch's Exceptions": ("torch.distributed.DistBackendError",),
+            "torch's TCPStore.cpp": (
                 "Stop_waiting response is expected",
-                "Interrupted system call",
-                "Connection closed by remote peer",
                 "ECONNRESET",
             ),
             "torch's NCCLUtils.cpp": (
@@ -326,26 +324,25 @@ CRASHES_AT_THE_ENDS = (
                     "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
                     "prematurely"
                 ),
+                "ncclRemoteError",
+            ),
+            "torch's ProcessGroupNCCL.cpp": (
+                "This may indicate a possible application crash on rank 0 or a network set up issue",
+                "NCCL communicator was aborted",
+                "Failed to get timeout rank ID from TCPStore",
+            ),
+            "an older PyTorch": (
+                "recvValue failed on SocketImpl",
+                'Failed to check the "should dump" flag on TCPStore',
+                "Interrupted system call",
             ),
             "NCCL": (
+                "Connection closed by remote peer",
                 "socketProgressOpt: Call to recv from",
                 "failed : Connection reset by peer",
                 "socketProgress: Connection closed by remote peer",
                 "remote process exited or there was a network error",
                 "NCCL error: remote process exited",
-            ),
-            "torch, ProcessGroupNCCL.cpp": (
-                "This may indicate a possible application crash on rank 0 or a network set up issue",
-            ),
-            "Python": (
-                "ConnectionResetError: [Errno 104] Connection reset by peer",
-                "BrokenPipeError: [Errno 32] Broken pipe",
-                "ConnectionRefusedError: [Errno 111] Connection refused",
-            ),
-            "torch, NCCL": (
-                "NCCL communicator was aborted",
-                "Failed to get timeout rank ID from TCPStore",
-                "ncclRemoteError",
             ),
         },
         broken=end_early,
@@ -359,11 +356,13 @@ CRASHES_AT_THE_ENDS = (
         name="crash-port-in-use",
         title="The server socket has failed to listen: address already in use",
         why=(
-            "A fixed port such as 29500 belongs to whoever takes it first: someone else's run, or an orphan of your "
-            "own."
+            "A fixed port such as 29500 goes to whoever takes it first, which may be someone else's run or a leftover "
+            "process of your own."
         ),
-        tell="The error names the port. `ss -ltnp | grep PORT` shows who has it; `doctor` lists leftovers.",
-        fix="Let the system choose: port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
+        tell=(
+            "The error names the port. `ss -ltnp | grep PORT` shows which process has it, and `doctor` lists leftovers."
+        ),
+        fix="Let the system choose a free port: port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
         messages=(
             "The server socket has failed to listen on any local network address",
             "EADDRINUSE",
@@ -383,20 +382,22 @@ CRASHES_AT_THE_ENDS = (
             ),
         ),
         quotes={
-            "torch's socket.cpp": (
-                "errno: 98 - Address already in use",
+            "a run on the CPU": (
                 "EADDRINUSE, message: address already in use",
-                "The server socket has failed to bind to",
                 "port: 29500, useIpv6",
-                "EADDRINUSE (address already in use)",
                 "code: -98, name: EADDRINUSE",
+                "OSError: [Errno 98] Address already in use",
+            ),
+            "torch's socket.cpp": ("The server socket has failed to bind to",),
+            "torch/distributed/elastic/rendezvous/dynamic_rendezvous.py": ("has failed to shutdown the rendezvous",),
+            "an older PyTorch": (
+                "errno: 98 - Address already in use",
+                "EADDRINUSE (address already in use)",
             ),
             "accelerate": (
                 "Tried to launch distributed communication on port",
                 "but another process is utilizing it",
             ),
-            "Python": ("OSError: [Errno 98] Address already in use",),
-            "torchrun, a second job at the same endpoint": ("has failed to shutdown the rendezvous",),
         },
         broken=meet_at_a_fixed_port,
         fixed=meet_at_a_free_port,
@@ -407,19 +408,19 @@ CRASHES_AT_THE_ENDS = (
         name="crash-no-traceback",
         title="ChildFailedError, and no traceback",
         why=(
-            "torchrun's report has a rank's exit code, but its traceback only if the rank wrote one for torchrun. "
-            "Your own error is higher up in the output, in the lines of the rank that failed first, or in its log "
-            "file."
+            "torchrun's report contains a rank's exit code, but its traceback only if the rank wrote one for "
+            "torchrun. Your own error is further up in the output, among the lines of the rank that failed first, or "
+            "in that rank's log file."
         ),
         tell=(
-            "The report says `error_file: <N/A>`. Search the output upward for the first `Traceback`; look at the "
-            "rank under *Root Cause (first observed failure)*, and at its exit code: 1 is an exception, -6 an abort, "
-            "-9 a kill, often for memory, -11 a crash in C++, -15 is torchrun's own SIGTERM after a different rank "
-            "failed."
+            "The report says `error_file: <N/A>`. Search upward in the output for the first `Traceback`. Look at the "
+            "rank under *Root Cause (first observed failure)* and at its exit code: 1 means an exception, -6 an "
+            "abort, -9 a kill (often because memory ran out), -11 a crash in C++, and -15 torchrun's own SIGTERM "
+            "after a different rank failed."
         ),
         fix=(
-            "Put `@record` (`torch.distributed.elastic.multiprocessing.errors`) above `main()`; `torchrun --log-dir "
-            "logs --tee 3` keeps what each rank prints."
+            "Put `@record` (from `torch.distributed.elastic.multiprocessing.errors`) above `main()`. With `torchrun "
+            "--log-dir logs --tee 3`, you also keep what each rank prints."
         ),
         messages=(
             "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
@@ -434,7 +435,7 @@ CRASHES_AT_THE_ENDS = (
             "it fails at once and says nothing useful; main.py FAILED, train.py FAILED",
         ),
         quotes={
-            "torchrun": (
+            "a run on the CPU": (
                 "closing signal SIGTERM",
                 "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: 1) local_rank: 0",
                 "failed (exitcode: 1) local_rank: 0 (pid: 4242) of binary",
@@ -444,18 +445,16 @@ CRASHES_AT_THE_ENDS = (
                 "returned non-zero exit status 1",
                 "exitcode  : -15",
                 "exitcode  : 1 (pid",
-                "no error file defined for parent",
                 "<NO_OTHER_FAILURES>",
                 "Signal 15 (SIGTERM)",
-                "raise ChildFailedError",
                 "failed (exitcode: -15)",
-            ),
-            "torch/multiprocessing/spawn.py": (
                 "terminated with the following error",
                 "ProcessExitedException",
                 "terminated with signal",
+                "subprocess.CalledProcessError: Command",
             ),
-            "torch.distributed.launch": ("subprocess.CalledProcessError: Command",),
+            "torch/distributed/elastic/multiprocessing/errors/error_handler.py": ("no error file defined for parent",),
+            "torch/distributed/launcher/api.py": ("raise ChildFailedError",),
             "accelerate": ("raise subprocess.CalledProcessError",),
         },
         broken=run_without_record,
@@ -466,17 +465,17 @@ CRASHES_AT_THE_ENDS = (
         name="hang-dead-address",
         title="The client socket has timed out while trying to connect",
         why=(
-            "A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. The variables are left over from a "
-            "different job, rank 0 hasn't started or has failed, or the name resolves to a machine that doesn't "
-            "answer. If it's `localhost` on every node, each waits for itself."
+            "A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. Either these variables are left over "
+            "from a different job, or rank 0 hasn't started or has failed, or the name resolves to a machine that "
+            "doesn't answer. If the address is `localhost` on every node, each node waits for itself."
         ),
         tell=(
-            "The message has the address and the port: is a rank 0 there? `python -m fsdp_helpers doctor` finds stale "
-            "variables."
+            "The message contains the address and the port. Check whether rank 0 is running there. `python -m "
+            "fsdp_helpers doctor` finds stale variables."
         ),
         fix=(
-            "`unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`, and `torchrun --standalone` on one machine; on several, "
-            "one `--rdzv-endpoint=HOST:PORT` for all."
+            "Run `unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`. On one machine, use `torchrun --standalone`. On "
+            "several, give all of them the same `--rdzv-endpoint=HOST:PORT`."
         ),
         messages=("The client socket has timed out after 2000ms while trying to connect to",),
         behavior=(
@@ -495,41 +494,44 @@ CRASHES_AT_THE_ENDS = (
             "stale MASTER_ADDR, MASTER_PORT or WORLD_SIZE from an earlier job or a scheduler",
         ),
         quotes={
-            "torch's socket.cpp": (
-                "The hostname of the client socket cannot be retrieved",
-                "The client socket has failed to connect to",
-                "The client socket has timed out after 60s while trying to connect to",
+            "a run on the CPU": (
                 "The IPv6 network addresses of",
                 "cannot be retrieved (gai error: -2 - Name or service not known)",
-                "Temporary failure in name resolution",
                 "failed to connect/validate to host",
-            ),
-            "torch/distributed/elastic/rendezvous/api.py": ("RendezvousTimeoutError",),
-            "torch's TCPStore": (
-                "The server socket on",
-                "is not yet listening",
+                "RendezvousTimeoutError",
                 "DistNetworkError",
                 "DistStoreError",
-                "failed to connect to TCPStore",
                 "Timed out after 61 seconds waiting for clients",
-            ),
-            "torch/distributed/elastic": (
                 "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
                 (
                     "RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for "
                     "details"
                 ),
-                "The hostname of the rendezvous endpoint",
+                "gai error: -2",
+                "Name or service not known",
+                "The client socket has timed out after 60000ms while trying to connect to",
+            ),
+            "torch's socket.cpp": (
+                "The hostname of the client socket cannot be retrieved",
+                "The client socket has failed to connect to",
+                "gai error: -3",
+            ),
+            "torch's TCPStore.cpp": (
+                "The server socket on",
+                "is not yet listening",
+            ),
+            "torch/distributed/elastic/rendezvous/utils.py": ("The hostname of the rendezvous endpoint",),
+            "torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py": (
                 "endpoint is absent in RendezvousParameters",
                 "rank is absent in RendezvousParameters",
                 "Port is absent in endpoint",
             ),
-            "accelerate": ("but `MASTER_ADDR` env was not set",),
-            "torch, socket.cpp": (
-                "gai error: -3",
-                "gai error: -2",
-                "Name or service not known",
+            "an older PyTorch": (
+                "The client socket has timed out after 60s while trying to connect to",
+                "failed to connect to TCPStore",
             ),
+            "the C library": ("Temporary failure in name resolution",),
+            "accelerate": ("but `MASTER_ADDR` env was not set",),
         },
         broken=meet_where_no_one_is,
         fixed=meet_where_the_store_is,
@@ -541,11 +543,11 @@ CRASHES_AT_THE_ENDS = (
         name="crash-notebook-function",
         title="Can't get attribute 'worker' on module '__main__'",
         why=(
-            "A spawned process imports the module of its function. A function from a notebook cell belongs to "
-            "`__main__`, which in the new process is a different program."
+            "A spawned process imports the module that its function is defined in. A function from a notebook cell "
+            "belongs to `__main__`, and in the new process, `__main__` is a different program."
         ),
-        tell="The error comes from the child, from `multiprocessing.spawn`, before any of your lines runs.",
-        fix="Put the function into a module; `%%writefile` in a cell is enough.",
+        tell="The error comes from the child process, in `multiprocessing.spawn`, before any of your code runs.",
+        fix="Put the function in a module. A `%%writefile` cell is enough.",
         messages=("Can't get attribute 'worker' on <module '__main__'",),
         behavior=(
             "a function from a notebook can't be spawned",
@@ -561,10 +563,8 @@ CRASHES_AT_THE_ENDS = (
             ),
         ),
         quotes={
-            "Python, pickle": (
-                "Can't pickle local object",
+            "a run on the CPU": (
                 "cannot pickle",
-                "AttributeError: Can't pickle local object",
                 "EOFError: Ran out of input",
                 "can't pickle",
                 "PicklingError",
@@ -572,8 +572,12 @@ CRASHES_AT_THE_ENDS = (
                 "_pickle.PicklingError: Can't pickle",
                 "cannot pickle 'generator' object",
                 "cannot pickle '_thread.lock' object",
-                "Can't get local object",
             ),
+            "Python 3.11": (
+                "Can't pickle local object",
+                "AttributeError: Can't pickle local object",
+            ),
+            "Python 3.12": ("Can't get local object",),
             "accelerate, Lightning": ("is not compatible with an interactive environment",),
         },
         broken=spawn_from_a_cell,

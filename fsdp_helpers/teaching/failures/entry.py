@@ -18,11 +18,12 @@ RankFunction = Callable[[int, int], Numbers]
 
 
 MESSAGE, NUMBER, BEHAVIOR = "message", "number", "behavior"  # the kinds of rows in the index
+ON_CPU = "a run on the CPU"  # the source of a message that tests/teaching/failures/says_*.txt make PyTorch say
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the index: what you see, and the source of a message that wasn't seen here."""
+    """One row of the index: what you see, and the source of a message that the card's own run doesn't show."""
 
     kind: str
     text: str
@@ -46,7 +47,7 @@ class Failure:
     messages: Sequence[str] = ()  # pieces of what a CPU rank shows under torchrun or `launch`
     numbers: Sequence[str] = ()
     behavior: Sequence[str] = ()
-    quotes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of a GPU or a different version, by source
+    quotes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # messages that the runs don't show, by source
     source: str = ""
     broken: RankFunction | None = None
     fixed: RankFunction | None = None
@@ -71,7 +72,7 @@ class Failure:
         return self.broken is not None
 
     def rows(self) -> Iterator[Row]:
-        """Yield the failure's rows of the index: those seen here, then quoted messages."""
+        """Yield the failure's rows of the index: those seen in its runs, then quoted messages."""
         for kind, texts in ((MESSAGE, self.messages), (NUMBER, self.numbers), (BEHAVIOR, self.behavior)):
             yield from (Row(kind, text) for text in texts)
         for source, texts in self.quotes.items():

@@ -15,38 +15,51 @@ from fsdp_helpers.measuring.differing_collectives import log_collectives, read_l
 from fsdp_helpers.ranks.errors import RankError, RankTimeout
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import Collective
+from fsdp_helpers.teaching.failures.agents import AGENTS
 from fsdp_helpers.teaching.failures.branches import BRANCHES
 from fsdp_helpers.teaching.failures.crashes import CRASHES
 from fsdp_helpers.teaching.failures.crashes_at_the_ends import CRASHES_AT_THE_ENDS
 from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, Numbers, RankFunction, same_numbers
+from fsdp_helpers.teaching.failures.files import FILES
+from fsdp_helpers.teaching.failures.groups import GROUPS
 from fsdp_helpers.teaching.failures.hangs import HANGS
+from fsdp_helpers.teaching.failures.loaders import LOADERS
 from fsdp_helpers.teaching.failures.loading import LOADING
 from fsdp_helpers.teaching.failures.out_of_memory import MEMORY
 from fsdp_helpers.teaching.failures.outside import OUTSIDE
 from fsdp_helpers.teaching.failures.precision import PRECISION
+from fsdp_helpers.teaching.failures.recipes import RECIPES
 from fsdp_helpers.teaching.failures.saving import SAVING
 from fsdp_helpers.teaching.failures.slow import SLOW
 from fsdp_helpers.teaching.failures.texts import documented
+from fsdp_helpers.teaching.failures.wrapped import WRAPPED
 from fsdp_helpers.teaching.failures.wrong import WRONG
 from fsdp_helpers.teaching.failures.wrong_data import WRONG_DATA
 from fsdp_helpers.teaching.failures.wrong_start import WRONG_START
 
 NUM_RANKS = 2
+TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/[\w/.-]*tmp\w+")
 LIMIT_S = 240.0  # nothing here takes that long, even on a busy machine
 RUN = (
     *HANGS,
     *CRASHES_AT_THE_ENDS,
+    *AGENTS,
+    *GROUPS,
     *CRASHES,
     *PRECISION,
     *BRANCHES,
     *OUTSIDE,
+    *WRAPPED,
+    *LOADERS,
     *MEMORY,
     *LOADING,
     *WRONG_START,
     *WRONG,
     *WRONG_DATA,
+    *RECIPES,
     *SLOW,
     *SAVING,
+    *FILES,
 )
 GALLERY = {
     failure.name: failure for symptom in SYMPTOMS for failure in (*RUN, *documented()) if failure.symptom == symptom
@@ -85,12 +98,17 @@ def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: flo
 
 
 def without_frames(text: str) -> str:
-    """Return an error message without the stack frames that it may quote, as `dcp`'s errors do."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith("  "))
+    """Return an error message without colors, temporary folders, and the stack frames that `dcp`'s errors quote."""
+    text = TEMPORARY.sub("FOLDER", re.sub(r"\x1b\[\d*m", "", text))
+    return re.sub(r'^ +File ".*\n(?: {4}.*\n?)*', "", text, flags=re.MULTILINE)
 
 
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
-    """Run `worker`, and write all standard error, even C++'s, to this rank's path. This is a rank function, too."""
+    """Run `worker`, and write all standard error, even C++'s, to this rank's path. This is a rank function, too.
+
+    Its temporary files are next to that path, so that they're removed even if the rank is killed.
+    """
+    tempfile.tempdir = str(paths[rank].parent)
     with open(paths[rank], "wb") as file:
         os.dup2(file.fileno(), 2)
     return worker(rank, world_size)

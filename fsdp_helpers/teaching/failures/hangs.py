@@ -184,9 +184,9 @@ HANGS = (
         name="hang-uneven-batches",
         title="The evaluation of a sharded model never ends",
         why=(
-            "There are five images on two ranks, so rank 0 has one more batch. Each forward all-gathers every unit, "
-            "so rank 0 waits in an all-gather while rank 1 is already in the all-reduce of the results. Under DDP, or "
-            "with one unit that stays unsharded, the same loop works, because its forward has no collective."
+            "With five images on two ranks, rank 0 has one batch more. Each forward all-gathers every unit, so rank 0 "
+            "waits in an all-gather while rank 1 is already in the all-reduce of the results. Under DDP, or with a "
+            "single unit that stays unsharded, the same loop works, because its forward has no collective."
         ),
         tell="One rank waits inside the model, the other after the loop. Count the batches of each rank.",
         fix=(
@@ -244,10 +244,10 @@ HANGS = (
             "contribute its shard. Inside `if rank == 0`, only one does."
         ),
         tell=(
-            "Rank 0 waits in `full_tensor()`, the others in whatever comes next. Search for collectives below `if "
-            "rank`."
+            "Rank 0 waits in `full_tensor()`, and the others wait in whatever comes next. Search for collectives "
+            "inside `if rank == 0`."
         ),
-        fix="All-gather on every rank; print or write on one.",
+        fix="All-gather on every rank, and print or write on one.",
         messages=("Timed out waiting 1800000ms for",),
         behavior=(
             "freezes when rank 0 logs, gathers or saves the full state dict",
@@ -296,15 +296,18 @@ HANGS = (
         name="hang-local-decision",
         title="Each rank decides for itself when to stop or to save",
         why=(
-            "Early stopping, *save if it's the best so far*, a limit of time or a signal: the ranks look at different "
-            "numbers, such as the loss of their own validation images. `dist.reduce` gives the sum to rank 0 alone. "
-            "One rank leaves the loop, or enters the save, and the others wait for it."
+            "In early stopping, *save if it's the best so far*, a time limit or a signal handler, each rank looks at "
+            "a different number, such as the loss on its own validation images. `dist.reduce` gives the sum only to "
+            "rank 0. One rank leaves the loop, or starts to save, and the others wait for it."
         ),
         tell=(
-            "It hangs only now and then, after good epochs, and never if every epoch saves. Print the decision on "
-            "each rank."
+            "It hangs only now and then, after good epochs, and never if you save after every epoch. Print the "
+            "decision on each rank."
         ),
-        fix="`dist.all_reduce(loss)` (not `reduce`) before the decision, or rank 0 decides and `dist.broadcast`s it.",
+        fix=(
+            "Call `dist.all_reduce(loss)` (not `reduce`) before the decision, or let rank 0 decide and send its "
+            "decision with `dist.broadcast`."
+        ),
         behavior=(
             (
                 "early stopping hangs: the stop condition is met on one rank and not on the others; those that go on "
@@ -335,8 +338,8 @@ HANGS = (
         name="hang-order",
         title="Two ranks wait in two different collectives",
         why=(
-            "Collectives are matched by their order, not by their names. A loop over a set or over a dictionary that "
-            "each rank filled itself may run in a different order on each rank."
+            "Collectives are matched by their order, not by their names. A loop over a set, or over a dictionary that "
+            "each rank filled on its own, may run in a different order on each rank."
         ),
         tell=(
             "All ranks wait, each in a different collective. `compare_collectives` names the first place where their "
@@ -357,11 +360,11 @@ HANGS = (
             "an all-reduce on one rank is matched with a broadcast or all-gather on a different one",
         ),
         quotes={
-            "torch, FSDP1, _exec_order_utils.py": (
+            "torch/distributed/fsdp/_exec_order_utils.py": (
                 "is all-gathering parameters for",
                 "Forward order differs from that of the first iteration",
             ),
-            "torch, ProcessGroupNCCL.cpp": ("the order of collectives is not same for all ranks",),
+            "torch's ProcessGroupNCCL.cpp": ("the order of collectives is not same for all ranks",),
         },
         broken=log_in_own_order,
         fixed=log_in_sorted_order,
@@ -370,10 +373,10 @@ HANGS = (
     ),
     Failure(
         name="hang-new-group",
-        title="Making a smaller process group hangs",
+        title="Creating a smaller process group hangs",
         why=(
-            "`new_group` is itself a collective of all ranks, including those that won't belong to it. Here rank 1 "
-            "never calls it."
+            "`new_group` is a collective that all ranks have to call, including those that won't be in the group. "
+            "Here, rank 1 never calls it."
         ),
         tell="A rank waits inside `new_group`, before any tensor has moved.",
         fix="Call `new_group` on every rank, in the same order; `init_device_mesh` does that for you.",
@@ -391,18 +394,18 @@ HANGS = (
         name="hang-default-timeout",
         title="After half an hour, a timeout that doesn't say who is missing",
         why=(
-            "A collective gives up after 30 minutes unless you say otherwise, and its message has milliseconds, but "
-            "no rank number. Here the limit is two seconds."
+            "By default, a collective gives up after 30 minutes, and its message contains the time in milliseconds "
+            "but not the rank that's missing. Here, the limit is two seconds."
         ),
         tell=(
-            "`dist.monitored_barrier` on a gloo group names the first rank that is missing. `launch` and `--timeout` "
+            "`dist.monitored_barrier` on a gloo group names the first rank that's missing. `launch` and `--timeout` "
             "call the roll and name all of them."
         ),
         fix=(
-            "Pass `timeout=` to `init_process_group`, more than your longest step and longest checkpoint take. To "
-            "find the culprit, put a monitored barrier before the collective. Each group has a limit of its own: "
-            "`new_group` takes `timeout=` too, and `dist.set_timeout(limit, mesh.get_group())` reaches the groups of "
-            "a mesh."
+            "Pass `init_process_group` a `timeout=` that's longer than your longest step and your longest checkpoint. "
+            "To find the culprit, put a monitored barrier before the collective. Each group has its own limit. "
+            "`new_group` takes `timeout=`, too, and `dist.set_timeout(limit, mesh.get_group())` sets it for a mesh's "
+            "group."
         ),
         messages=("Timed out waiting 1800000ms for recv operation to complete",),
         behavior=(
@@ -431,23 +434,21 @@ HANGS = (
             "crashes exactly 10 minutes, 30 minutes or 1800 seconds after the start of evaluation or preprocessing",
         ),
         quotes={
-            "torch's TCPStore": (
+            "a run on the CPU": (
                 "wait timeout after 1800000ms",
                 "wait timeout after 600000ms, keys",
-                "Socket Timeout",
                 "timed out after 300000ms",
-                "store->get('0') got error",
-                "Timed out waiting for key",
-                "timed out waiting for all",
-            ),
-            "torch, ProcessGroupNCCL.cpp": (
-                "is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store",
-            ),
-            "torch, ProcessGroupGloo.cpp": (
                 "failed to pass monitoredBarrier in",
-                "timed out in monitoredBarrier after",
             ),
-            "torch, NCCL": ("Timeout(ms)=1800000",),
+            "torch's TCPStore.cpp": ("Socket Timeout",),
+            "torch's ProcessGroupNCCL.cpp": (
+                "store->get('0') got error",
+                "is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store",
+                "Timeout(ms)=1800000",
+            ),
+            "torch/distributed/elastic/utils/distributed.py": ("timed out waiting for all",),
+            "torch's ProcessGroupGloo.cpp": ("timed out in monitoredBarrier after",),
+            "an older PyTorch": ("Timed out waiting for key",),
         },
         broken=wait_without_a_name,
         fixed=wait_with_a_name,

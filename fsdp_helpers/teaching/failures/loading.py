@@ -222,18 +222,19 @@ def write_full_tensors(rank: int, world_size: int) -> Numbers:
 LOADING = (
     Failure(
         name="save-one-ranks-shards",
-        title="The saved file is too small, and doesn't load: size mismatch",
+        title="The saved file is too small and doesn't load: size mismatch",
         why=(
-            "A sharded model's tensors are this rank's shards. A file that rank 0 writes from them has only its shard "
-            "of each tensor; FSDP1's flat ones and ZeRO-3's are empty unless unsharded (`torch.Size([0])`)."
+            "On each rank, a sharded model's tensors are that rank's shards, so the file that rank 0 writes has only "
+            "its own shard of each tensor. FSDP1's flat tensors and ZeRO-3's are even empty (`torch.Size([0])`) "
+            "unless they've been unsharded."
         ),
         tell=(
             "The file has 1/N of the model's bytes, or a few hundred kB. The message says *copying a param with "
-            "shape*, and the first dimension is a part of the right one, or 0."
+            "shape*, and the first dimension is a fraction of the right one, or 0."
         ),
         fix=(
-            "`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` on every "
-            "rank, then write on rank 0; or save shards with `dcp.save` and consolidate."
+            "Call `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` on "
+            "every rank, then write the file on rank 0. Or save shards with `dcp.save` and consolidate them later."
         ),
         messages=(
             "size mismatch for",
@@ -262,7 +263,7 @@ LOADING = (
             "a model saved under FSDP can't be loaded by from_pretrained",
         ),
         quotes={
-            "torch, nn.Module": (
+            "a run on the CPU": (
                 "torch.Size([0]) from checkpoint",
                 "shape torch.Size([0])",
             ),
@@ -277,17 +278,17 @@ LOADING = (
         name="memory-every-rank-loads",
         title="The host runs out of memory while the model is loaded",
         why=(
-            "Each rank reads the full model before it keeps its shard, so eight ranks on a machine need host memory "
-            "for eight models. Linux kills a process for it, without a message of its own."
+            "Each rank reads the full model before it keeps its shard, so eight ranks on one machine need host memory "
+            "for eight models. Linux then kills one of the processes, which can't print a message anymore."
         ),
         tell=(
-            "torchrun reports exit code -9, and `dmesg` names a process that ran out of memory. It happens before the "
+            "torchrun reports exit code -9, and `dmesg` says that a process ran out of memory. It happens before the "
             "first step."
         ),
         fix=(
-            "Read on rank 0 and `set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, "
-            "broadcast_from_rank0=True))`, with the model on the meta device elsewhere; or load shards with "
-            "`dcp.load`."
+            "Read the weights on rank 0 alone, with the model on the meta device on all other ranks, and call "
+            "`set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, "
+            "broadcast_from_rank0=True))`. Or load shards with `dcp.load`."
         ),
         numbers=("host memory is the number of ranks times the size of the model",),
         behavior=(
@@ -309,24 +310,24 @@ LOADING = (
             "CPU RAM usage multiplied by the number of processes",
         ),
         quotes={
-            "torchrun": (
+            "a run on the CPU": (
                 "failed (exitcode: -9) local_rank: 0 (pid: 4242) of binary",
                 "Signal 9 (SIGKILL) received by PID",
                 "failed (exitcode: -9)",
                 "Signal 9 (SIGKILL)",
                 "exitcode  : -9",
                 "died with <Signals.SIGKILL: 9>",
+                "exit code 137",
+                "Exit Code: 137",
+                "exit code -9",
             ),
             "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
             "Kubernetes, Docker, the kernel": (
                 "OOMKilled",
-                "exit code 137",
                 "Out of memory: Killed process",
-                "Exit Code: 137",
                 "OutOfMemoryError: Task was killed",
                 "oom-killer",
             ),
-            "torchrun, Docker, Slurm": ("exit code -9",),
         },
         broken=read_on_every_rank,
         fixed=read_on_rank_0,
@@ -334,17 +335,17 @@ LOADING = (
     ),
     Failure(
         name="save-not-loaded",
-        title="Loading succeeds, and the model is untrained",
+        title="Loading succeeds, but the model is untrained",
         why=(
             "With `strict=False`, names that don't match are skipped. `torch.compile` puts `_orig_mod.` in front of "
-            "every name, and DDP `module.`; then all of them are skipped, and no error is raised."
+            "every name, and DDP puts `module.` there, so all names are skipped, without an error."
         ),
         tell=(
-            "Print what loading returns: every key is missing, and every key is unexpected. The first loss is that of "
-            "a new model."
+            "Print what `load_state_dict` returns: every key of the model is missing, and every key of the file is "
+            "unexpected. The first loss is that of an untrained model."
         ),
         fix=(
-            "`strict=True` (the default), and `name.removeprefix('_orig_mod.')` or a save with "
+            "Keep `strict=True` (the default). Remove the prefix with `name.removeprefix('_orig_mod.')`, or save with "
             "`get_model_state_dict(model)`."
         ),
         numbers=(
@@ -372,13 +373,11 @@ LOADING = (
             "resuming starts from an untrained model; the checkpoint was ignored",
         ),
         quotes={
+            "a run on the CPU": ("_IncompatibleKeys(missing_keys=",),
+            "torch/distributed/fsdp/_state_dict_utils.py": ("Did not find param with FQN",),
             "transformers": (
                 "were not initialized from the model checkpoint",
                 "Some weights of the model checkpoint",
-            ),
-            "torch": (
-                "_IncompatibleKeys(missing_keys=",
-                "Did not find param with FQN",
             ),
         },
         broken=load_what_fits,
@@ -387,15 +386,15 @@ LOADING = (
     ),
     Failure(
         name="save-not-set",
-        title="dcp.load read the checkpoint, and the model did not change",
+        title="dcp.load reads the checkpoint, but the model doesn't change",
         why=(
-            "`dcp.load` fills the dictionary that it gets. A sharded state dict shares its memory with the model; a "
-            "full one, or one on the CPU, is a copy, and loading doesn't change the model."
+            "`dcp.load` fills the dictionary that you pass. A sharded state dict shares its memory with the model, "
+            "but a full one, or one on the CPU, is a copy, so loading into it doesn't change the model."
         ),
         tell="A parameter's norm is the same before and after loading.",
         fix=(
-            "`set_model_state_dict(model, state, ...)` after `dcp.load(state, ...)`, and `set_optimizer_state_dict` "
-            "too."
+            "After `dcp.load(state, ...)`, call `set_model_state_dict(model, state, ...)`, and "
+            "`set_optimizer_state_dict` for the optimizer."
         ),
         behavior=(
             "dcp.load succeeds, but the model is unchanged",
@@ -412,12 +411,15 @@ LOADING = (
         name="crash-meta-tensor",
         title="Cannot copy out of meta tensor; no data!",
         why=(
-            "A model built on the meta device has shapes but no values, so there is nothing to move. Used as it is, "
-            "it fails with *is not on the expected device meta*, and a sharded one with *should be materialized from "
-            "meta device*."
+            "A model built on the meta device has shapes but no values, so there's nothing to copy. If you use it as "
+            "it is, it fails with *is not on the expected device meta* or, if it's sharded, with *should be "
+            "materialized from meta device*."
         ),
         tell="`[name for name, p in model.named_parameters() if p.is_meta]` isn't empty.",
-        fix="`model.to_empty(device=...)` after `fully_shard`, then load or initialize: parameters, and buffers too.",
+        fix=(
+            "Call `model.to_empty(device=...)` after `fully_shard`, then load or initialize the parameters and the "
+            "buffers."
+        ),
         messages=("Cannot copy out of meta tensor; no data!",),
         behavior=(
             "a model that was built on the meta device can't be moved or used",
@@ -427,19 +429,17 @@ LOADING = (
             "missing keys in the checkpoint leave parameters on the meta device",
         ),
         quotes={
-            "torch/_meta_registrations.py and its kin": ("is not on the expected device meta",),
-            "torch/distributed/fsdp/_fully_shard": (
+            "a run on the CPU": (
+                "is not on the expected device meta",
                 "FSDP parameters should be materialized from meta device before training",
-            ),
-            "torch, meta": (
                 "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty()",
                 "Tensor on device cpu is not on the expected device meta",
-                "Tensor on device meta is not on the expected device cuda:0",
                 "Tensor.item() cannot be called on meta tensors",
-                "c10d::broadcast_: attempted to run this operator with Meta tensors",
                 "Cannot copy out of meta tensor",
                 "Unable to call `reset_parameters()` for module on meta device",
             ),
+            "torch/_prims_common/__init__.py": ("Tensor on device meta is not on the expected device cuda:0",),
+            "an older PyTorch": ("c10d::broadcast_: attempted to run this operator with Meta tensors",),
             "accelerate, transformers": (
                 "is on the meta device, we need a `value` to put in on",
                 "You can't move a model that has some modules offloaded to cpu or disk",
@@ -455,13 +455,13 @@ LOADING = (
         name="wrong-schedule-per-rank",
         title="Each rank steps with a different learning rate",
         why=(
-            "A schedule starts from the optimizer's `initial_lr`. `broadcast_from_rank0` delivers it only to rank 0; "
-            "the other ranks use the current learning rate instead. No error is raised."
+            "A schedule starts from the optimizer's `initial_lr`. With `broadcast_from_rank0`, only rank 0 gets it, "
+            "and the other ranks use the current learning rate instead. No error is raised."
         ),
         tell="Log the learning rate of every rank, not only rank 0's.",
         fix=(
-            "Optimizer, schedule, load, in this order: `schedule = LambdaLR(optimizer, ...)` before "
-            "`set_optimizer_state_dict`."
+            "Create the optimizer, then the schedule, and load last: `schedule = LambdaLR(optimizer, ...)` comes "
+            "before `set_optimizer_state_dict`."
         ),
         numbers=("each rank has a different learning rate after a resume or a move to FSDP",),
         behavior=("learning rates differ between ranks; ReduceLROnPlateau with a local metric",),
@@ -473,13 +473,14 @@ LOADING = (
         name="crash-scalar-parameter",
         title="fully_shard doesn't support scalar parameters",
         why=(
-            "A parameter with no dimension, such as a logit scale or a layer scale, has no rows to divide. A "
-            "parameter that isn't contiguous is refused as well."
+            "FSDP splits a parameter along its first dimension, and a scalar, such as a logit scale or a layer scale, "
+            "doesn't have one. `fully_shard` also rejects a parameter that isn't contiguous."
         ),
-        tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` names it.",
+        tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` lists the scalars.",
         fix=(
-            "Give it one dimension: `nn.Parameter(torch.ones(1))`; a checkpoint needs `tensor.reshape(1)` once. Or "
-            "`parameter.data = parameter.data.contiguous()`."
+            "Make it a vector with one element, `nn.Parameter(torch.ones(1))`, and reshape it once in old "
+            "checkpoints, with `tensor.reshape(1)`. If a parameter isn't contiguous, use `parameter.data = "
+            "parameter.data.contiguous()`."
         ),
         messages=("fully_shard doesn't support scalar parameters",),
         behavior=(
@@ -488,11 +489,9 @@ LOADING = (
             "a parameter that isn't contiguous, or a dimension that can't be divided among the ranks",
         ),
         quotes={
-            "torch, FSDP1 and FSDP2": (
+            "a run on the CPU": (
                 "doesn't support scalar parameters",
                 "to a 1D tensor with numel equal to 1",
-            ),
-            "torch, FSDP2": (
                 "FSDP does not support non-contiguous parameters yet",
                 "FSDP does not support uneven sharding on dim",
             ),

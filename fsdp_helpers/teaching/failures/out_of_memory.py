@@ -3,11 +3,12 @@
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.measuring.memory import trace_memory
@@ -117,16 +118,62 @@ def half_of_the_state() -> Numbers:
     return {"bytes of the state dict, per rank": WHOLE_BYTES / 2}
 
 
+# ---------------------------------------------------------------- activations that wait for backward
+
+
+class Deep(nn.Module):
+    """Four blocks whose activations are kept until backward, or recomputed there."""
+
+    def __init__(self, recomputed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+        self.blocks, self.recomputed = nn.ModuleList(blocks), recomputed
+
+    def forward(self, samples: Tensor) -> Tensor:
+        for block in self.blocks:
+            recomputed = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+            samples = checkpoint(block, samples, **recomputed) if self.recomputed else block(samples)
+        return samples
+
+
+def bytes_before_backward(model: nn.Module) -> Numbers:
+    batch = images(64)
+    with trace_memory() as trace:
+        loss = model(batch).mean()
+    loss.backward()
+    return {"bytes that wait for backward": trace.whole().curve.held_bytes}
+
+
+def keep_activations(rank: int, world_size: int) -> Numbers:
+    return bytes_before_backward(in_units(Deep(recomputed=False)))
+
+
+def recompute_activations(rank: int, world_size: int) -> Numbers:
+    return bytes_before_backward(in_units(Deep(recomputed=True)))
+
+
+def inputs_of_blocks() -> Numbers:
+    """Return the bytes of the inputs of three blocks and of the loss; the first block's input is the batch."""
+    return {"bytes that wait for backward": 3 * images(64).nbytes + FP32_BYTES}
+
+
 MEMORY = (
     Failure(
         name="memory-root-only",
-        title="fully_shard saves nothing at the peak",
+        title="fully_shard doesn't lower the peak",
         why=(
-            "`fully_shard(model)` makes the full model one unit. It's all-gathered at the first layer, so during "
-            "forward and backward every rank holds all parameters."
+            "`fully_shard(model)` on its own makes the entire model one unit. It's all-gathered before the first "
+            "layer, so every rank holds all parameters during forward and backward."
         ),
-        tell="One all-gather per forward. Count them with `CommDebugMode`, or with the trace of this series.",
-        fix="`for block in model.blocks: fully_shard(block)`, then `fully_shard(model)`.",
+        tell=(
+            "There's only one all-gather per forward. Count them with `CommDebugMode`, or with `trace_collectives` in "
+            "this package."
+        ),
+        fix=(
+            "Shard each block first, `for block in model.blocks: fully_shard(block)`, and then the root, "
+            "`fully_shard(model)`."
+        ),
         numbers=(
             "one all-gather per forward; the peak is that of the full model",
             "memory per GPU doesn't change with the number of GPUs",
@@ -150,10 +197,10 @@ MEMORY = (
     ),
     Failure(
         name="memory-default-threshold",
-        title="auto_wrap_policy is set, and there is one unit",
+        title="auto_wrap_policy is set, but there's only one unit",
         why=(
-            "FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million parameters. "
-            "In a smaller model it makes none, without a warning."
+            "By default, FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million "
+            "parameters. In a smaller model, it makes none, without a warning."
         ),
         tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",
         fix=(
@@ -174,13 +221,13 @@ MEMORY = (
         name="memory-accumulation",
         title="Accumulating gradients takes more memory than a large batch",
         why=(
-            "`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication. The price: until "
-            "the last micro-batch, every rank keeps full gradients instead of shards."
+            "`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication, but until the last "
+            "micro-batch, every rank keeps full gradients instead of shards."
         ),
         tell="After the first micro-batch, memory has grown by 4 bytes per parameter of the full model.",
         fix=(
-            "Reduce after each micro-batch: no `model.set_requires_gradient_sync(False)`. Hold the reduction back "
-            "only if full gradients fit."
+            "Leave out `model.set_requires_gradient_sync(False)`, so that gradients are reduced after each "
+            "micro-batch. Use it only if full gradients fit."
         ),
         numbers=("after the first micro-batch, 4 bytes more per parameter of the full model",),
         behavior=(
@@ -197,12 +244,12 @@ MEMORY = (
     ),
     Failure(
         name="memory-full-state-dict",
-        title="Training fits, saving does not",
+        title="Training fits in memory, but saving doesn't",
         why=(
-            "`full_state_dict=True` without `cpu_offload=True` gives every rank the full model at once, and it stays "
+            "`full_state_dict=True` without `cpu_offload=True` gives every rank the full model at once and keeps it "
             "on the GPU."
         ),
-        tell="All ranks run out of memory in the line that saves.",
+        tell="All ranks run out of memory on the line that saves.",
         fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
         behavior=(
             "out of memory when the model is saved: after the last epoch, in a checkpoint, in the full state dict",
@@ -227,10 +274,61 @@ MEMORY = (
         quotes={
             "torch/distributed/fsdp/_state_dict_utils.py": ("Failed to clone() tensor with name",),
             "torch's CUDACachingAllocator.cpp": ("CUDA out of memory. Tried to allocate",),
-            "pytorch": ("1EB memory",),
+            "an older PyTorch": ("1EB memory",),
         },
         broken=full_state_everywhere,
         fixed=sharded_state,
         right=half_of_the_state,
+    ),
+    Failure(
+        name="memory-activations",
+        title="Out of memory in the first steps, even though everything is sharded",
+        why=(
+            "Sharding divides the parameters, the gradients and the optimizer's state, but not the rest. Activations "
+            "grow with the batch and the sequence length, and the logits with the vocabulary. Each unit is "
+            "all-gathered in full on every rank, and Adam's state isn't allocated until the first step."
+        ),
+        tell=(
+            "Halve the batch per rank, and see whether it fits. `torch.cuda.max_memory_allocated()` after forward, "
+            "backward and step shows which of the three is to blame."
+        ),
+        fix=(
+            "Use activation checkpointing for each block, a smaller micro-batch with accumulation, a loss computed in "
+            "chunks, or `CPUOffloadPolicy`. `python -m fsdp_helpers plan` adds up the memory beforehand."
+        ),
+        behavior=(
+            "OOM at the first forward, backward or optimizer step on several GPUs; more GPUs don't help",
+            "out of memory with long sequences or a large batch under FSDP or DDP",
+            "one model that fits on a single GPU is out of memory with DDP",
+            "CUDA out of memory in the very first iteration, in forward or in backward",
+            "still runs out of memory with a batch size of 1; OOM on 8 GPUs with fine-tuning of 7B",
+            "CUDA OOM during training with FSDP; out of memory much earlier than without",
+            "OOM error in the middle of training",
+            "OOM in the first iteration, in the loss, in the logits, in attention or in optimizer.step",
+            "the batch size, sequence length or resolution is too large for one GPU, even with FSDP",
+            "out of memory with DDP on several GPUs, fine on one; batch per GPU",
+            "how much memory do I need for a 7B, 13B or 70B model",
+        ),
+        quotes={
+            "torch's CUDACachingAllocator.cpp": (
+                "CUDA out of memory. Tried to allocate",
+                "total capacity",
+                "CUDA out of memory",
+            ),
+            "torch's Exceptions": (
+                "torch.OutOfMemoryError",
+                "OutOfMemoryError",
+            ),
+            "torch's CUDABlas.cpp": ("CUBLAS_STATUS_ALLOC_FAILED",),
+            "an older PyTorch": (
+                "torch.cuda.OutOfMemoryError",
+                "HIP out of memory",
+            ),
+            "cuDNN": ("CUDNN_STATUS_ALLOC_FAILED",),
+            "CUDA": ("CUDA error: out of memory",),
+        },
+        broken=keep_activations,
+        fixed=recompute_activations,
+        right=inputs_of_blocks,
     ),
 )

@@ -121,15 +121,15 @@ def one_number() -> Numbers:
 OUTSIDE = (
     Failure(
         name="wrong-unwrapped-module",
-        title="Each rank trains a model of its own",
+        title="Each rank trains its own model",
         why=(
             "DDP reduces gradients in hooks that the wrapper's forward prepares. `model.module(batch)`, or an earlier "
-            "`model = model.module`, bypasses the wrapper: no gradient is sent, and no error is raised."
+            "`model = model.module`, bypasses the wrapper, so no gradients are sent, and no error is raised."
         ),
         tell="If you delay one rank, the others don't wait for it. After a step, the ranks' parameters differ.",
         fix=(
-            "Call the wrapper in training: `loss = model(batch)`. `model.module` is for saving, and for an evaluation "
-            "on one rank."
+            "Call the wrapper in training: `loss = model(batch)`. Use `model.module` only to save, or to evaluate on "
+            "one rank."
         ),
         numbers=(
             "parameters and gradients differ from rank to rank under DDP",
@@ -153,10 +153,8 @@ OUTSIDE = (
             "gradients of different ranks are not averaged or all-reduced; the model on rank 0 and rank 1 diverges",
         ),
         quotes={
-            "torch, nn.Module: a method of yours, called on the wrapper": (
+            "a run on the CPU": (
                 "'DistributedDataParallel' object has no attribute",
-            ),
-            "torch, nn.Module": (
                 "'FullyShardedDataParallel' object has no attribute",
                 "'DataParallel' object has no attribute",
                 "object has no attribute 'module'",
@@ -171,15 +169,15 @@ OUTSIDE = (
         title="Expected to mark a variable ready only once",
         why=(
             "DDP counts each parameter's gradient once per backward. Reentrant activation checkpointing starts a "
-            "second backward inside the first, which DDP's search for unused parameters didn't see; a module that's "
-            "used twice has the same effect."
+            "second backward inside the first, and DDP's search for unused parameters doesn't know about it. Using a "
+            "module twice has the same effect."
         ),
         tell=(
             "It happens with `use_reentrant=True`, the old default of transformers' gradient checkpointing, but not "
             "without checkpointing. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names the parameter."
         ),
         fix=(
-            "`checkpoint(layer, x, use_reentrant=False)`; in transformers "
+            "Use `checkpoint(layer, x, use_reentrant=False)`. In transformers, pass "
             "`gradient_checkpointing_kwargs={'use_reentrant': False}`."
         ),
         messages=("Expected to mark a variable ready only once",),
@@ -193,15 +191,15 @@ OUTSIDE = (
             "LoRA with gradient_checkpointing under DDP",
         ),
         quotes={
-            "torch, reducer.cpp": (
+            "a run on the CPU": (
                 "has been marked as ready twice",
                 "Use of a module parameter outside the `forward` function",
                 "Reused parameters in multiple reentrant backward passes",
                 "_set_static_graph() as a workaround",
                 "multiple autograd engine hooks have fired",
                 "Multiple autograd engine  hooks",
+                "the use_reentrant parameter should be passed explicitly",
             ),
-            "torch": ("the use_reentrant parameter should be passed explicitly",),
         },
         broken=recompute_reentrantly,
         fixed=recompute_without_reentry,
@@ -212,17 +210,17 @@ OUTSIDE = (
         name="crash-no-sharding-strategy",
         title="Sharding propagation failed: an operation that DTensor doesn't know",
         why=(
-            "An operation on a sharded parameter or gradient has to say how it works on shards. Rare ones don't, for "
-            "example in logged statistics, a custom optimizer, or an initialization."
+            "DTensor needs a rule for how each operation works on shards, and rare operations don't have one. They "
+            "turn up in logged statistics, custom optimizers and initialization code."
         ),
-        tell="The message names the operation, which begins with `aten.`. The same line works before `fully_shard`.",
+        tell="The message names the operation, which starts with `aten.`. Before `fully_shard`, the same line works.",
         fix=(
             "If the operation is elementwise, apply it to the shard, `parameter.to_local()`. Otherwise, use "
             "`parameter.full_tensor()` on every rank."
         ),
         messages=("Sharding propagation failed for",),
         behavior=(
-            "an optimizer or a log of statistics fails on DTensor parameters",
+            "an optimizer step or logging code fails on DTensor parameters",
             (
                 "an operator isn't supported by DTensor; NotImplementedError in the optimizer's step, in init or in a "
                 "custom kernel"
@@ -230,9 +228,9 @@ OUTSIDE = (
             "a fused or custom optimizer (8-bit Adam, Adafactor, Shampoo) fails on DTensors",
         ),
         quotes={
-            "torch/distributed/tensor/_sharding_prop.py": ("does not have a sharding strategy registered",),
-            "torch, DTensor": (
-                "'DTensor' object has no attribute",
+            "a run on the CPU": ("'DTensor' object has no attribute",),
+            "torch/distributed/tensor/_sharding_prop.py": (
+                "does not have a sharding strategy registered",
                 "does not have a sharding strategy",
             ),
         },
@@ -245,17 +243,17 @@ OUTSIDE = (
         name="crash-dtype-mismatch",
         title="mat1 and mat2 must have the same dtype",
         why=(
-            "Weights are in bf16 and an input is in fp32, or the reverse. `MixedPrecisionPolicy` casts the inputs of "
-            "a unit's forward; it doesn't cast where the model was converted by hand, or where a layer gets its input "
-            "from outside the unit's forward."
+            "The weights are in bf16 and an input is in fp32, or the other way around. `MixedPrecisionPolicy` casts "
+            "the inputs of a unit's forward. It doesn't help if you converted the model by hand, or if a layer gets "
+            "its input from outside the unit's forward."
         ),
         tell=(
-            "Print `x.dtype` and `layer.weight.dtype` in the line that fails. An adapter, a norm in fp32 or a value "
+            "Print `x.dtype` and `layer.weight.dtype` on the line that fails. An adapter, a norm in fp32 or a value "
             "head is often the culprit."
         ),
         fix=(
-            "Keep the model in fp32 and compute in bf16: `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`; for a "
-            "single odd layer `layer(x.to(layer.weight.dtype))`."
+            "Keep the model in fp32 and compute in bf16: `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. If only "
+            "one layer differs, cast its input: `layer(x.to(layer.weight.dtype))`."
         ),
         messages=("mat1 and mat2 must have the same dtype, but got Float and BFloat16",),
         behavior=(
@@ -269,27 +267,29 @@ OUTSIDE = (
             "autocast and mixed_precision together; buffers in a different precision",
         ),
         quotes={
-            "torch, a convolution": ("Input type (float) and bias type (c10::BFloat16) should be the same",),
-            "torch, attention": ("Expected query, key, and value to have the same dtype",),
-            "torch": (
+            "a run on the CPU": (
+                "Input type (float) and bias type (c10::BFloat16) should be the same",
+                "Expected query, key, and value to have the same dtype",
                 "expected scalar type Half but found Float",
                 "expected scalar type BFloat16 but found Float",
                 "expected scalar type Float but found BFloat16",
                 "expected m1 and m2 to have the same dtype",
                 "mat1 and mat2 must have the same dtype",
                 "Input type (c10::BFloat16) and bias type (float) should be the same",
-                "FlashAttention only support fp16 and bf16 data type",
                 "self and mat2 must have the same dtype",
                 "must have the same dtype",
-                "expected mat1 and mat2 to have the same dtype",
                 "Index put requires the source and destination dtypes match",
-                "Input type (torch.cuda.FloatTensor) and weight type",
-                "Input type (torch.cuda.HalfTensor) and weight type",
                 "Input type (float) and bias type",
                 "Input type (c10::Half) and bias type",
-                "for scaled_dot_product_attention to have the same dtype",
                 "not implemented for 'Half'",
             ),
+            "torch's flash attention": ("FlashAttention only support fp16 and bf16 data type",),
+            "torch's LinearAlgebra.cpp": ("expected mat1 and mat2 to have the same dtype",),
+            "torch's Convolution.cpp": (
+                "Input type (torch.cuda.FloatTensor) and weight type",
+                "Input type (torch.cuda.HalfTensor) and weight type",
+            ),
+            "an older PyTorch": ("for scaled_dot_product_attention to have the same dtype",),
         },
         broken=feed_fp32_into_bf16,
         fixed=let_the_policy_cast,
@@ -300,11 +300,14 @@ OUTSIDE = (
         name="memory-graph-kept",
         title="Memory grows with every batch of an evaluation",
         why=(
-            "Without `torch.no_grad()`, a forward keeps its activations for a backward. Adding the loss itself to a "
-            "total keeps every batch's graph, with all its tensors, until the total is gone."
+            "Without `torch.no_grad()`, a forward keeps its activations for a backward. If you add the loss tensor to "
+            "a running total, the total keeps every batch's graph, with all its tensors, for as long as it exists."
         ),
-        tell="`total.grad_fn` isn't None; memory grows by the same amount per batch, and it runs out in evaluation.",
-        fix="`with torch.no_grad():` around an evaluation, and `total += loss.detach()` in training.",
+        tell=(
+            "`total.grad_fn` isn't None. Memory grows by the same amount with every batch, and it runs out in "
+            "evaluation."
+        ),
+        fix="Put `with torch.no_grad():` around an evaluation, and write `total += loss.detach()` in training.",
         numbers=(
             "memory grows by the same amount with every batch",
             "GPU memory rises step by step and never falls",

@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node 2 -m fsdp_helpers.teaching.failures.plain NAME SECONDS
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp_helpers.teaching.failures import gallery
 from fsdp_helpers.teaching.failures.crashes_at_the_ends import SCRIPT
-from fsdp_helpers.teaching.failures.gallery import LIMIT_S, NUM_RANKS
+from fsdp_helpers.teaching.failures.gallery import LIMIT_S, NUM_RANKS, TEMPORARY
 
 PATIENCE_S = 10  # the timeout of a collective, instead of half an hour
 MODULE = "fsdp_helpers.teaching.failures.plain"
@@ -42,6 +43,8 @@ VARYING = (
     (r"(host +: ).*", r"\1HOST"),
     (r"\(pid: \d+\)", "(pid: PID)"),
     (r"by PID \d+", "by PID PID"),
+    (r"0x[0-9a-f]{6,}", "0xADDRESS"),
+    (r"\x1b\[\d*m", ""),
     (r"127\.0\.0\.1|\[::1\]|localhost", "ADDRESS"),
     (r"(ADDRESS\]?[:, ]+)\d{4,5}\b", r"\1PORT"),
     (r"(port: )\d+", r"\1PORT"),
@@ -57,7 +60,8 @@ def run_plainly(name: str, patience_s: float = PATIENCE_S) -> dict:
         script.write_text(SCRIPTS.get(name, ""))
         worker = [str(script)] if name in SCRIPTS else ["-m", MODULE, name, str(patience_s)]
         command = [*torchrun, "--log-dir", folder, *worker]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        variables = os.environ | {"TMPDIR": folder}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=variables)
     return what_matters(done.returncode, done.stderr)
 
 
@@ -70,6 +74,7 @@ def what_matters(status: int, printed: str) -> dict:
 
 def steady(line: str) -> str:
     """Return a line without anything that varies from run to run."""
+    line = TEMPORARY.sub("FOLDER", line)
     for pattern, instead in VARYING:
         line = re.sub(pattern, instead, line)
     return line.rstrip()[:MOST_OF_LINE]

@@ -93,6 +93,38 @@ def two_outputs_per_image() -> Numbers:
     return {"outputs": 2.0 * len(images())}
 
 
+# ---------------------------------------------------------------- a frozen base in fp32
+
+
+def bytes_of_shards(model: nn.Module) -> Numbers:
+    fully_shard(model, mesh=cpu_mesh())
+    return {"bytes of parameters, per rank": sum(parameter.to_local().nbytes for parameter in model.parameters())}
+
+
+def with_frozen_base() -> Adapted:
+    model = Adapted()
+    model.base.requires_grad_(False)
+    return model
+
+
+def cast_all_parameters(rank: int, world_size: int) -> Numbers:
+    model = with_frozen_base()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32)
+    return bytes_of_shards(model)
+
+
+def cast_trained_parameters(rank: int, world_size: int) -> Numbers:
+    model = with_frozen_base()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
+    return bytes_of_shards(model)
+
+
+def half_of_the_model() -> Numbers:
+    return {"bytes of parameters, per rank": sum(parameter.nbytes for parameter in Adapted().parameters()) / 2}
+
+
 PRECISION = (
     Failure(
         name="wrong-bf16-masters",
@@ -100,11 +132,11 @@ PRECISION = (
         why=(
             "bf16 keeps 8 significant bits, so an update below about 1/256 of a weight is rounded away. With a "
             "learning rate of 1e-5, that's nearly every update. `fully_shard` keeps weights, gradients and Adam's "
-            "state in the dtype in which the model was loaded. No error is raised."
+            "state in the dtype that the model was loaded in. No error is raised."
         ),
         tell=(
-            "`next(model.parameters()).dtype` is bf16 where the optimizer sees it. Count the weights that a step "
-            "changes."
+            "The parameters that the optimizer gets are in bf16: print `next(model.parameters()).dtype`. Count how "
+            "many weights a step changes."
         ),
         fix=(
             "Load in fp32, and compute in bf16: `fully_shard(model, "
@@ -130,19 +162,20 @@ PRECISION = (
         name="wrong-fp16-nan",
         title="The loss becomes nan in mixed precision",
         why=(
-            "fp16 ends at 65,504: larger activations, losses and gradients become inf, and inf - inf is nan. Small "
-            "gradients become 0. A `GradScaler` is for the small ones, and skips steps in which a gradient "
-            "overflowed; it must skip on all ranks together. `torch.autocast` on top of a `MixedPrecisionPolicy` "
-            "casts twice."
+            "The largest fp16 number is 65,504. Larger activations, losses and gradients become inf, and inf - inf is "
+            "nan. Small gradients become 0. A `GradScaler` saves the small ones, and it skips steps in which a "
+            "gradient overflowed, which it has to do on all ranks together. `torch.autocast` on top of a "
+            "`MixedPrecisionPolicy` casts twice."
         ),
         tell=(
-            "Check `torch.isfinite` of the loss and of each layer's output, and find the first that's false. In bf16, "
-            "the same step is finite."
+            "Check the loss and each layer's output with `torch.isfinite`, and find the first one that isn't finite. "
+            "In bf16, the same step is finite."
         ),
         fix=(
-            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`: bf16 has fp32's range. If it must be fp16, use "
-            "`torch.amp.GradScaler`, which finds an inf in any rank's shard, and no `autocast`. *Attempting to "
-            "unscale FP16 gradients*: the trained parameters are fp16 themselves; load them in fp32."
+            "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, since bf16 has the same range as fp32. If you "
+            "have to use fp16, use `torch.amp.GradScaler`, which finds an inf in any rank's shard, and leave out "
+            "`autocast`. If you see *Attempting to unscale FP16 gradients*, the trained parameters are in fp16, so "
+            "load them in fp32."
         ),
         numbers=("the loss is nan or inf after a few steps with fp16, GradScaler or autocast",),
         behavior=(
@@ -156,11 +189,12 @@ PRECISION = (
             "the model works in bf16 or fp32, but gives nan in fp16",
         ),
         quotes={
-            "torch/amp/grad_scaler.py": (
+            "a run on the CPU": (
                 "Attempting to unscale FP16 gradients.",
                 "unscale_() has already been called on this optimizer since the last update",
                 "unscale_() is being called after step()",
                 "step() has already been called since the last update()",
+                "is non-finite, so it cannot be clipped",
             ),
             "DeepSpeed, fairseq": (
                 "Current loss scale already at minimum - cannot decrease scale",
@@ -170,7 +204,6 @@ PRECISION = (
                 "Gradient overflow. Skipping step, loss scaler",
                 "OVERFLOW! Rank 0 Skipping step",
             ),
-            "torch": ("is non-finite, so it cannot be clipped",),
         },
         broken=compute_in_fp16,
         fixed=compute_in_bf16,
@@ -181,14 +214,15 @@ PRECISION = (
         name="crash-uniform-dtype",
         title="FSDP expects uniform original parameter dtype",
         why=(
-            "A unit's trained parameters are all-gathered and reduced in one buffer, so they need the same dtype. "
-            "Adapters in fp32 on a trained base in bf16 have two. FSDP1 says *Must flatten tensors with uniform "
-            "dtype*, for frozen parameters too."
+            "A unit's trained parameters are all-gathered and reduced in one buffer, so they all need the same dtype. "
+            "Adapters in fp32 on a trained base in bf16 break that rule. FSDP1 says *Must flatten tensors with "
+            "uniform dtype*, and it checks frozen parameters, too."
         ),
         tell="`{p.dtype for p in model.parameters() if p.requires_grad}` has two elements.",
         fix=(
-            "`model.float()` before `fully_shard`, and `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` to compute "
-            "in bf16; or make the adapters separate units. QLoRA: `bnb_4bit_quant_storage=torch.bfloat16`."
+            "Call `model.float()` before `fully_shard`, and pass `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` "
+            "to compute in bf16. Or make the adapters separate units. With QLoRA, set "
+            "`bnb_4bit_quant_storage=torch.bfloat16`."
         ),
         messages=("FSDP expects uniform original parameter dtype but got",),
         behavior=(
@@ -199,25 +233,52 @@ PRECISION = (
             "mixed dtypes in one FSDP unit; cast the model to one dtype before wrapping",
         ),
         quotes={
+            "a run on the CPU": (
+                "Must flatten tensors with uniform dtype but got",
+                "Only Tensors of floating point and complex dtype can require gradients",
+            ),
             "torch/distributed/fsdp/_flat_param.py": (
                 "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32",
                 "Cannot flatten integer dtype tensors",
-                "Must flatten tensors with uniform dtype but got",
             ),
-            "torch, FSDP1, before 2.1": (
+            "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": ("FSDP expects uniform reduce dtype but got",),
+            "an older PyTorch": (
                 "Integer parameters are unsupported",
                 "Must flatten tensors with uniform dtype but got torch.float16 and torch.float32",
                 "`FlatParameter` requires uniform dtype",
             ),
-            "torch, FSDP2": (
-                "FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}",
-                "FSDP expects uniform reduce dtype but got",
-            ),
-            "bitsandbytes": ("Only Tensors of floating point and complex dtype can require gradients",),
         },
         broken=shard_two_formats,
         fixed=shard_one_format,
         right=two_outputs_per_image,
         says="uniform original parameter dtype",
+    ),
+    Failure(
+        name="memory-frozen-in-fp32",
+        title="FSDP2 with adapters takes more memory than FSDP1",
+        why=(
+            "Something cast the full model to fp32, including the frozen base, so weights that never change are "
+            "stored in fp32, too. With FSDP1, accelerate casts only the trainable parameters."
+        ),
+        tell="`{p.dtype for p in model.parameters() if not p.requires_grad}` contains `float32`.",
+        fix=(
+            "After loading, run `for p in model.parameters(): p.data = p.data.to(torch.float32 if p.requires_grad "
+            "else torch.bfloat16)`, and put the adapters in units of their own."
+        ),
+        behavior=(
+            "FSDP2 takes more GPU memory, or more memory than FSDP, with LoRA",
+            "LoRA under FSDP2 needs more memory than under FSDP1",
+            "the frozen base model is upcast to float32",
+            "the checkpoint is twice as large as the model: weights were upcast and are saved in float32",
+        ),
+        quotes={
+            "accelerate": (
+                "Upcasted low precision parameters in",
+                "FSDP upcast of low precision parameters to fp32",
+            ),
+        },
+        broken=cast_all_parameters,
+        fixed=cast_trained_parameters,
+        right=half_of_the_model,
     ),
 )

@@ -280,11 +280,11 @@ SAVING = (
         name="save-plain-optimizer-state",
         title="After resuming, the loss jumps up",
         why=(
-            "`dcp.load` fills the tensors that you give it. A new Adam has none, so `optimizer.state_dict()` offers "
-            "nothing to fill, and the moments stay in the file. No error is raised."
+            "`dcp.load` fills the tensors that you give it. A new Adam doesn't have any yet, so there's nothing to "
+            "fill in `optimizer.state_dict()`, and the moments stay in the file. No error is raised."
         ),
-        tell="`optimizer.state` is empty before the first step after loading.",
-        fix="`get_state_dict` and `set_state_dict`: they create the moments first, and name them by parameter.",
+        tell="After loading, `optimizer.state` is empty until the first step.",
+        fix="Use `get_state_dict` and `set_state_dict`, which create the moments first and name them by parameter.",
         numbers=("the loss jumps up after a resume, and needs many steps to come back",),
         behavior=(
             "each resume seems to restart from scratch; the optimizer's state is not restored",
@@ -298,17 +298,15 @@ SAVING = (
             "the loss spikes, jumps or gets worse right after resuming",
         ),
         quotes={
-            "torch/optim/optimizer.py": (
+            "a run on the CPU": (
                 "that doesn't match the size of optimizer's group",
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
                 "loaded state dict has a different number of parameter groups",
-            ),
-            "torch": (
                 "must match the size of tensor b",
                 "must match the existing size",
                 "at non-singleton dimension 0",
             ),
-            "torch, FSDP1, _optim_utils.py": (
+            "torch/distributed/fsdp/_optim_utils.py": (
                 "is not in the optimizer state",
                 "Differing optimizer state names for the unflattened parameters",
                 "Tensor optimizer state does not have same shape as its parameter",
@@ -326,17 +324,18 @@ SAVING = (
         name="save-missing-key",
         title="Missing key in checkpoint state_dict",
         why=(
-            "`dcp.load` needs every entry of the dictionary that it fills. The checkpoint has the entry under a "
-            "different name (by number, with a prefix, nested differently), or doesn't have it: Adam has no moments "
-            "for a parameter that has had no gradient yet, such as a late head, and a new optimizer asks for them."
+            "`dcp.load` needs every entry of the dictionary that it fills. Either the checkpoint has the entry under "
+            "a different name (by number, with a prefix, nested differently), or it doesn't have it at all. For "
+            "example, Adam has no moments for a parameter that hasn't had a gradient yet, such as a head that's used "
+            "later, but a new optimizer asks for them."
         ),
         tell=(
             "`sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)` lists the names in the "
             "checkpoint."
         ),
         fix=(
-            "Save and load the same `get_state_dict(model, optimizer)`, and remove entries that the index doesn't "
-            "have from the dictionary."
+            "Save and load with the same `get_state_dict(model, optimizer)`, and remove any entries from the "
+            "dictionary that aren't in the checkpoint."
         ),
         messages=("Missing key in checkpoint state_dict",),
         behavior=(
@@ -350,20 +349,20 @@ SAVING = (
             "names of the parameters changed between saving and loading; FQN",
         ),
         quotes={
-            "torch/distributed/checkpoint": (
+            "a run on the CPU": (
                 "Missing key in checkpoint state_dict: optimizer.state",
-                "Could not find FQN",
-                "Missing optimizer state for parameter",
-                "Key(s) present in other ranks but not this one",
-                "Could not find checkpointable tensor shard",
-                "Failed to validate global plan",
-            ),
-            "Python, KeyError": (
                 "KeyError: 'exp_avg'",
                 "KeyError: 'step'",
-                "KeyError: 'state'",
                 "KeyError: 'param_groups'",
             ),
+            "torch/distributed/checkpoint/utils.py": (
+                "Could not find FQN",
+                "Key(s) present in other ranks but not this one",
+            ),
+            "torch/distributed/checkpoint/state_dict.py": ("Missing optimizer state for parameter",),
+            "torch/distributed/checkpoint/protocol.py": ("Could not find checkpointable tensor shard",),
+            "torch/distributed/checkpoint/default_planner.py": ("Failed to validate global plan",),
+            "an older PyTorch": ("KeyError: 'state'",),
         },
         broken=ask_for_all_moments,
         fixed=ask_for_saved_moments,
@@ -372,7 +371,7 @@ SAVING = (
     ),
     Failure(
         name="save-schedule-lost",
-        title="After resuming, the learning rate is that of the first step",
+        title="After resuming, the learning rate starts over at that of the first step",
         why=(
             "The schedule has its own step counter. If it isn't saved, the next job warms up, or decays, from the "
             "beginning."
@@ -394,11 +393,12 @@ SAVING = (
     Failure(
         name="save-half-written",
         title="PytorchStreamReader failed reading zip archive",
-        why="The job was killed while it wrote, over its only checkpoint.",
+        why="The job was killed while it was overwriting its only checkpoint.",
         tell=(
-            "The file is smaller than the one before. A folder of `torch.distributed.checkpoint` lacks its `.metadata`."
+            "The file is smaller than the one before. If it's a `torch.distributed.checkpoint` folder, it has no "
+            "`.metadata`."
         ),
-        fix="Write to a new, temporary name, and rename the file when it's complete. Keep the last two.",
+        fix="Write under a temporary name, and rename the file when it's complete. Keep the last two checkpoints.",
         messages=("PytorchStreamReader failed reading zip archive",),
         behavior=(
             "a checkpoint can't be read after a killed job",
@@ -408,29 +408,30 @@ SAVING = (
             "a Git LFS pointer or an incomplete download instead of the weights",
         ),
         quotes={
-            "torch": (
+            "a run on the CPU": (
                 "failed finding central directory",
-                "PytorchStreamWriter failed writing file",
                 "unexpected pos",
                 "[enforce fail at inline_container.cc",
                 "invalid header or archive is corrupted",
                 "unexpected EOF",
                 "file in archive is not in a subdirectory",
                 "Invalid magic number; corrupt file",
+                "incomplete metadata, file not fully covered",
+                "SafetensorError",
+                "OSError: [Errno 28] No space left on device",
+                "Disk quota exceeded",
+                "invalid load key",
+                "Error while deserializing: header too small",
+                "Error while deserializing: header too large",
+                "Error while deserializing: invalid JSON in header",
             ),
-            "safetensors": (
+            "an older PyTorch": ("PytorchStreamWriter failed writing file",),
+            "an older safetensors": (
                 "Error while deserializing header: HeaderTooLarge",
                 "Error while deserializing header: MetadataIncompleteBuffer",
                 "Error while deserializing header: InvalidHeaderDeserialization",
                 "Error while deserializing header: HeaderTooSmall",
-                "incomplete metadata, file not fully covered",
-                "SafetensorError",
             ),
-            "Python": (
-                "OSError: [Errno 28] No space left on device",
-                "Disk quota exceeded",
-            ),
-            "Python, pickle": ("invalid load key",),
             "transformers": ("Unable to load weights from pytorch checkpoint file",),
         },
         broken=save_over_the_last,
@@ -442,11 +443,11 @@ SAVING = (
         name="save-module-prefix",
         title="Missing key(s) in state_dict",
         why=(
-            "DDP is a module around yours, and its names begin with `module.`. `torch.compile` and activation "
-            "checkpointing add prefixes of their own."
+            "DDP is a module around yours, so its parameter names begin with `module.`. `torch.compile` and "
+            "activation checkpointing add prefixes of their own."
         ),
         tell="The message lists the same names twice, once as missing and once, with a prefix, as unexpected.",
-        fix="Save `model.module.state_dict()`, or `get_model_state_dict(model)`, which knows all these wrappers.",
+        fix="Save `model.module.state_dict()`, or `get_model_state_dict(model)`, which removes all these prefixes.",
         messages=(
             "Missing key(s) in state_dict",
             "Unexpected key(s) in state_dict",
@@ -463,7 +464,7 @@ SAVING = (
             "a checkpoint of a model compiled with torch.compile can't be loaded",
         ),
         quotes={
-            "torch, nn.Module": (
+            "a run on the CPU": (
                 "Error(s) in loading state_dict for",
                 'Missing key(s) in state_dict: "module.',
                 'Unexpected key(s) in state_dict: "_orig_mod.',
@@ -478,10 +479,13 @@ SAVING = (
     ),
     Failure(
         name="save-batch-size-changed",
-        title="After resuming with a different batch size, images come twice",
-        why="The checkpoint has a number of steps, and steps times the new batch size isn't where the data stopped.",
+        title="After resuming with a different batch size, some images are seen twice",
+        why=(
+            "The checkpoint stores the number of steps, and that number times the new batch size isn't where the data "
+            "stopped."
+        ),
         tell="Check that steps done times batch size equals the number of images seen.",
-        fix="Save the number of images seen, not of steps; or refuse a different batch size.",
+        fix="Save the number of images seen instead of the number of steps, or refuse a different batch size.",
         numbers=("images seen twice, or not at all, after a resume with a different batch size",),
         behavior=(
             (
@@ -495,13 +499,13 @@ SAVING = (
     ),
     Failure(
         name="save-average-lost",
-        title="The averaged weights score well, and the file holds different ones",
+        title="The averaged weights score well, but the file has different ones",
         why=(
             "The root unit stays unsharded after a forward, since a backward usually follows. After an evaluation, "
-            "none does, so a swap (EMA) changes the unsharded copy. The next forward uses that copy, and saving "
-            "reshards and drops it."
+            "there's no backward, so swapping in the averages (EMA) changes the unsharded copy. The next forward uses "
+            "that copy, but saving reshards and drops it."
         ),
-        tell="Before the swap, `type(next(model.parameters()))` is a plain parameter, not a DTensor.",
+        tell="Before the swap, `next(model.parameters())` is a plain parameter, not a DTensor.",
         fix="Call `model.reshard()` after every evaluation, then swap with `set_model_state_dict`.",
         numbers=("averaged weights (EMA) score well, but the saved file scores differently",),
         behavior=("EMA weights under FSDP are wrong, equal to the model's, or lost in the checkpoint",),

@@ -2,15 +2,20 @@
 
 import shutil
 import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_helpers.measuring.collectives import trace_collectives
+from fsdp_helpers.ranks.group import num_cores
 from fsdp_helpers.teaching.failures.entry import Failure, Numbers
 from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units, small_model
 
@@ -148,12 +153,104 @@ def one_download() -> Numbers:
     return {"downloads": 1}
 
 
+# ---------------------------------------------------------------- threads
+
+
+def threads_per_core() -> Numbers:
+    threads = torch.tensor(float(torch.get_num_threads()))
+    dist.all_reduce(threads)
+    torch.set_num_threads(max(1, num_cores() // dist.get_world_size()))  # for the runs after this one
+    return {"threads per core": threads.item() / num_cores()}
+
+
+def start_a_thread_per_core(rank: int, world_size: int) -> Numbers:
+    torch.set_num_threads(num_cores())  # as a process does by itself
+    return threads_per_core()
+
+
+def share_the_cores(rank: int, world_size: int) -> Numbers:
+    torch.set_num_threads(max(1, num_cores() // world_size))
+    return threads_per_core()
+
+
+def one_thread_per_core() -> Numbers:
+    return {"threads per core": max(1, num_cores() // 2) * 2 / num_cores()}
+
+
+# ---------------------------------------------------------------- one rank has more to do
+
+LENGTHS = (9, 1, 8, 2, 7, 3, 6, 4)  # of texts, in tokens
+
+
+def tokens_of_the_slowest(lengths: Sequence[int]) -> Numbers:
+    tokens = torch.tensor(float(sum(lengths)))
+    dist.all_reduce(tokens, op=dist.ReduceOp.MAX)  # every rank waits for the one with the most
+    return {"tokens of the slowest rank": tokens.item()}
+
+
+def deal_texts_as_they_come(rank: int, world_size: int) -> Numbers:
+    mine = LENGTHS[rank::world_size]
+    return tokens_of_the_slowest(mine)
+
+
+def deal_texts_by_length(rank: int, world_size: int) -> Numbers:
+    by_length = sorted(LENGTHS)
+    mine = by_length[rank :: world_size * 2] + by_length[world_size * 2 - 1 - rank :: world_size * 2]  # there and back
+    return tokens_of_the_slowest(mine)
+
+
+def half_of_the_tokens() -> Numbers:
+    return {"tokens of the slowest rank": sum(LENGTHS) / 2}
+
+
+# ---------------------------------------------------------------- gradients in a different layout
+
+
+def count_copied_gradients(model: nn.Module) -> Numbers:
+    """Return how many warnings about strides DDP gives in one backward: one for each gradient that it copies."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(gray_images()).square().mean().backward()
+    return {"gradients that are copied": sum("Grad strides" in str(warning.message) for warning in caught)}
+
+
+def gray_images() -> Tensor:
+    """Return images with one channel, in the format that stores channels last."""
+    return images(16).reshape(2, 1, 8, 8).to(memory_format=torch.channels_last)
+
+
+@contextmanager
+def every_warning() -> Iterator[None]:
+    """Show each warning from C++ each time, instead of once."""
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(False)
+
+
+def convolve_in_two_layouts(rank: int, world_size: int) -> Numbers:
+    model = nn.Conv2d(1, 4, 3)
+    with every_warning():
+        return count_copied_gradients(DistributedDataParallel(model))
+
+
+def convolve_in_one_layout(rank: int, world_size: int) -> Numbers:
+    model = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+    with every_warning():
+        return count_copied_gradients(DistributedDataParallel(model))
+
+
+def no_gradient() -> Numbers:
+    return {"gradients that are copied": 0}
+
+
 SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
         title="Accumulation over four micro-batches makes the network four times as busy",
         why="Each micro-batch is a forward and a backward, and each all-gathers every unit again.",
-        tell="Count the all-gathers of one step: they grow with the number of micro-batches.",
+        tell="Count the all-gathers of one step: their number grows with the number of micro-batches.",
         fix=(
             "Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
             "`model.set_reshard_after_backward(is_last)` for each micro-batch."
@@ -176,10 +273,12 @@ SLOW = (
             "The logits of a chunk are computed by calling the head. If the head is a unit, each call all-gathers it, "
             "and so does each recomputation in backward."
         ),
-        tell="Count the all-gathers of one step with 1 chunk and with 4: they grow with the chunks.",
+        tell=(
+            "Count the all-gathers of one step with 1 chunk and with 4: their number grows with the number of chunks."
+        ),
         fix=(
-            "Leave the head to the root, `fully_shard(model)` without `fully_shard(model.head)`: the root stays "
-            "unsharded from forward to backward."
+            "Leave the head in the root unit: call `fully_shard(model)`, but not `fully_shard(model.head)`. The root "
+            "stays unsharded from forward to backward."
         ),
         numbers=("the number of all-gathers grows with the number of chunks in a chunked loss",),
         broken=head_as_a_unit,
@@ -190,11 +289,11 @@ SLOW = (
         name="slow-many-units",
         title="Each step has hundreds of small collectives",
         why=(
-            "If every linear layer is a unit, each all-gathers separately. A collective costs its latency however "
-            "small it is, and the peak hardly falls any further."
+            "If every linear layer is a unit, each one all-gathers separately. A collective costs its latency, "
+            "however small it is, and the peak hardly falls any further."
         ),
-        tell="Count the collectives of one step; compare the largest unit with the mean.",
-        fix="One unit per block: `for block in model.blocks: fully_shard(block)`.",
+        tell="Count the collectives of one step, and compare the largest unit with the average.",
+        fix="Make one unit per block: `for block in model.blocks: fully_shard(block)`.",
         numbers=("hundreds of small collectives in a step",),
         behavior=(
             "FSDP is slower than DDP or than a single GPU",
@@ -210,13 +309,16 @@ SLOW = (
     ),
     Failure(
         name="slow-every-rank-downloads",
-        title="The start takes long, and now and then the data are damaged",
+        title="The start takes a long time, and now and then the data is damaged",
         why=(
-            "Every rank prepares the same folder at the same time: N downloads, and files that one rank reads while a "
-            "different one still writes them."
+            "Every rank prepares the same folder at the same time. That makes N downloads, and one rank reads files "
+            "that another is still writing."
         ),
         tell="The download appears in the log once per rank.",
-        fix="`if rank == 0: download()`, then `dist.barrier()` on all ranks; on several machines, rank 0 of each.",
+        fix=(
+            "Write `if rank == 0: download()`, then `dist.barrier()` on all ranks. On several machines, download on "
+            "one rank of each."
+        ),
         numbers=("a download shows up in the log once per rank",),
         behavior=(
             "the start takes long; a data file is damaged now and then",
@@ -227,16 +329,92 @@ SLOW = (
             "os.makedirs or a cache file fails on some ranks",
         ),
         quotes={
-            "Python, zipfile and datasets": (
+            "a run on the CPU": (
                 "BadZipFile",
                 "File is not a zip file",
                 "Dataset not found or corrupted",
+                "FileExistsError: [Errno 17] File exists",
             ),
-            "Python": ("FileExistsError: [Errno 17] File exists",),
             "huggingface_hub": ("429 Client Error: Too Many Requests",),
         },
         broken=download_on_every_rank,
         fixed=download_on_one_rank,
         right=one_download,
+    ),
+    Failure(
+        name="slow-threads",
+        title="Ranks on one machine take turns instead of running in parallel",
+        why=(
+            "Each process starts one thread per core, so N ranks have N times as many threads as the machine has "
+            "cores. torchrun therefore sets one thread per rank, which may be too few."
+        ),
+        tell=(
+            "Multiply `torch.get_num_threads()` by the number of ranks on this machine, and compare the product with "
+            "the number of cores."
+        ),
+        fix="Call `torch.set_num_threads(cores // ranks)`, as `launch` does, or set `OMP_NUM_THREADS`.",
+        numbers=("cores are busy, and each rank is slower than one process alone",),
+        behavior=(
+            "training on the CPU, or the data loading, is slow under torchrun; OMP_NUM_THREADS",
+            "CPU usage is 100% on all cores, and each rank is slow",
+            "CPU-bound preprocessing or training is slow since torchrun; OMP_NUM_THREADS=1",
+            "too many threads; CPU oversubscription; load average in the hundreds",
+        ),
+        quotes={
+            "a run on the CPU": ("Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",),
+        },
+        broken=start_a_thread_per_core,
+        fixed=share_the_cores,
+        right=one_thread_per_core,
+    ),
+    Failure(
+        name="slow-straggler",
+        title="All ranks wait for the slowest",
+        why=(
+            "No collective finishes before the last rank joins. If one GPU is too hot, shares its link or its CPU, or "
+            "gets longer sequences, it slows everyone down."
+        ),
+        tell=(
+            "Time each rank's forward and backward *without* collectives, or look for the rank that enters each "
+            "all-reduce last. `nvidia-smi -q -d PERFORMANCE,CLOCK` shows throttling and clocks; `nvidia-smi -q` shows "
+            "the PCIe link's width."
+        ),
+        fix=(
+            "Balance the work: make batches by number of tokens, from sequences sorted by length. Take the slow node "
+            "out, or stop whatever else is running on it. On Slurm, pass `--cpu-bind=cores`."
+        ),
+        behavior=(
+            "one GPU or node is slower than the rest: thermal throttling, clocks, shared CPU, PCIe x1",
+            "step time varies a lot between steps or ranks; sequence lengths differ between ranks",
+            "throughput drops after hours, or with one particular node; jitter, stragglers",
+        ),
+        broken=deal_texts_as_they_come,
+        fixed=deal_texts_by_length,
+        right=half_of_the_tokens,
+    ),
+    Failure(
+        name="slow-grad-strides",
+        title="Grad strides do not match bucket view strides",
+        why=(
+            "DDP's buckets store each gradient in its parameter's layout. A gradient that arrives in a different "
+            "layout (after `transpose` or `permute`, in 1 x 1 convolutions, with `channels_last` images and a model "
+            "that isn't) is copied once more in every step."
+        ),
+        tell="It's only a warning; the results are right. The message has the sizes and strides of the parameter.",
+        fix=(
+            "Give the model and the images the same layout: `model.to(memory_format=torch.channels_last)`. Call "
+            "`.contiguous()` after the `transpose` or `permute` that feeds the layer. Or set "
+            "`gradient_as_bucket_view=False`, or ignore the warning."
+        ),
+        behavior=("a warning about strides under DDP; this is not an error, but may impair performance",),
+        quotes={
+            "a run on the CPU": (
+                "Grad strides do not match bucket view strides",
+                "This is not an error, but may impair performance",
+            ),
+        },
+        broken=convolve_in_two_layouts,
+        fixed=convolve_in_one_layout,
+        right=no_gradient,
     ),
 )

@@ -177,10 +177,10 @@ WRONG = (
         name="wrong-same-data",
         title="Eight ranks learn no faster than one",
         why=(
-            "Without a sampler, or without its rank, each process reads the same images. The mean of equal gradients "
-            "is the gradient of one rank's batch."
+            "Without a sampler, or with one that isn't given the rank, every process reads the same images. All ranks "
+            "then have the same gradient, and averaging doesn't change it."
         ),
-        tell="The gradient and the first step's loss don't change with the number of ranks.",
+        tell="The gradient and the first step's loss are the same with any number of ranks.",
         fix="Give every rank its own images: `DistributedSampler(dataset)`, or `images[rank::world_size]`.",
         numbers=("eight ranks learn no faster than one; the first loss is equal on all ranks",),
         behavior=(
@@ -203,11 +203,11 @@ WRONG = (
         name="wrong-summed-loss",
         title="A recipe for one GPU learns too slowly on eight",
         why=(
-            "DDP and FSDP average gradients over the ranks. If the loss is a sum, the result is the gradient of the "
-            "full batch divided by the number of ranks."
+            "DDP and FSDP average the gradients over the ranks. If the loss is a sum, the result is the gradient of "
+            "the full batch divided by the number of ranks."
         ),
-        tell="The gradient norm is exactly N times smaller than in one process.",
-        fix="Use a mean over the batch; if the loss must be a sum, `(loss * world_size).backward()`.",
+        tell="The gradient norm is exactly 1/N of that in one process.",
+        fix="Use a mean over the batch. If the loss has to be a sum, call `(loss * world_size).backward()`.",
         numbers=(
             "a gradient norm N times smaller than in one process; the recipe learns too slowly",
             "the effective batch size grows with the number of GPUs; the learning rate no longer fits",
@@ -225,13 +225,13 @@ WRONG = (
     ),
     Failure(
         name="wrong-mean-of-means",
-        title="The loss depends on how texts are shared among the ranks",
+        title="The loss depends on how texts are split among the ranks",
         why=(
-            "Each rank takes the mean over its own tokens, and the mean of those means gives more weight to a token "
-            "on the rank with fewer of them. Here one rank has six tokens and the other two."
+            "Each rank takes the mean over its own tokens, and the mean of those means gives a token more weight if "
+            "its rank has fewer tokens. Here, one rank has six tokens and the other has two."
         ),
         tell="Compare the gradient of the first step with that of one process with all tokens.",
-        fix="`dist.all_reduce(num_tokens)`, then `(loss_sum * world_size / num_tokens).backward()`.",
+        fix="Call `dist.all_reduce(num_tokens)`, then `(loss_sum * world_size / num_tokens).backward()`.",
         numbers=(
             "the loss or the gradient depends on how tokens are shared among the ranks",
             "the logged loss or grad_norm is multiplied by gradient_accumulation_steps, or by the number of GPUs",
@@ -260,11 +260,11 @@ WRONG = (
         name="wrong-clip-local-norm",
         title="Gradients are clipped by a different factor on each rank",
         why=(
-            "The norm of this rank's shards isn't the norm of the gradient. Each rank then scales its shards by a "
-            "different factor, and the direction changes."
+            "The norm of a rank's shards isn't the norm of the gradient. Each rank scales its shards by a different "
+            "factor, so the direction changes."
         ),
-        tell="Take the norm again after clipping: it is above the limit.",
-        fix="`nn.utils.clip_grad_norm_` understands DTensors. With FSDP1 call `model.clip_grad_norm_`.",
+        tell="Compute the norm again after clipping: it's above the limit.",
+        fix="Use `nn.utils.clip_grad_norm_`, which understands DTensors. With FSDP1, call `model.clip_grad_norm_`.",
         numbers=("a norm above the limit after clipping; each rank clips by a different factor",),
         behavior=(
             "gradient clipping doesn't work, or has no effect, with FSDP",
@@ -276,8 +276,8 @@ WRONG = (
             "clip_grad_value or max_grad_norm has no effect",
         ),
         quotes={
+            "a run on the CPU": ("`clip_grad_norm_()` should only be called on the root FSDP instance",),
             "pytorch-lightning": ("Gradient clipping with FSDP is not supported",),
-            "torch, FSDP1": ("`clip_grad_norm_()` should only be called on the root FSDP instance",),
             "accelerate": ("do not support `clip_grad_value_`",),
         },
         broken=clip_by_own_shard,
@@ -288,13 +288,13 @@ WRONG = (
         name="wrong-local-norm-logged",
         title="The logged gradient norm shrinks with the number of ranks",
         why=(
-            "A norm of local gradients covers only this rank's shards: about the full norm divided by the square root "
-            "of N."
+            "The norm of a rank's local gradients covers only its own shards, so it's about the full norm divided by "
+            "the square root of N."
         ),
-        tell="Ranks log different norms.",
+        tell="Each rank logs a different norm.",
         fix=(
-            "Take the norm of the DTensors, as `clip_grad_norm_` returns it, and call `full_tensor()` on it on every "
-            "rank."
+            "On every rank, compute the norm of the DTensors (`clip_grad_norm_` returns it), and call `full_tensor()` "
+            "on it."
         ),
         numbers=("a gradient norm off by √N: ranks log different norms, smaller with more GPUs or nodes",),
         behavior=(
@@ -309,14 +309,15 @@ WRONG = (
         name="wrong-muon-local-rows",
         title="Muon on shards: updates of the wrong size and direction",
         why=(
-            "Muon orthogonalizes a full matrix. On this rank's rows alone, it gives a different update: by 30 to 69% "
-            "of its length in random matrices from 8 x 8 to 1,024 x 256 on 2 to 8 ranks. No error is raised. "
-            "`torch.optim.Muon` on DTensors is right, but pays for it: it all-gathers each matrix in every iteration "
-            "of its Newton-Schulz loop."
+            "Muon orthogonalizes a full matrix. If you give it only a rank's rows, the update is off by 30 to 69% of "
+            "its length, measured on random matrices from 8 x 8 to 1,024 x 256 with 2 to 8 ranks. No error is raised. "
+            "`torch.optim.Muon` on DTensors is right, but that has a price: it all-gathers each matrix in every "
+            "iteration of its Newton-Schulz loop."
         ),
-        tell="Compare one step's update of one matrix with that of one process.",
+        tell="Compare one step's update of one matrix with the update in one process.",
         fix=(
-            "`torch.optim.Muon(matrices)` with the DTensors themselves, not with `to_local()`; all else goes to AdamW."
+            "Pass the DTensors to `torch.optim.Muon(matrices)`, not the result of `to_local()`. Everything else goes "
+            "to AdamW."
         ),
         numbers=("Muon's updates differ from those of one process by a third or more",),
         broken=orthogonalize_own_rows,
@@ -328,14 +329,14 @@ WRONG = (
         name="wrong-bf16-reduction",
         title="Convergence is a little worse than in one process",
         why=(
-            "Through PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` alone also reduces gradients in "
-            "bf16, which keeps 8 significant bits; since 2.15 it reduces in fp32. FSDP1 still uses bf16. The more "
+            "Up to PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` also reduces gradients in bf16, "
+            "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still uses bf16. The more "
             "ranks there are, the more is lost to rounding."
         ),
-        tell="Compare the gradient's norm of one step with fp32's: here they differ in the fourth digit.",
+        tell="Compare one step's gradient norm with the norm in fp32. Here, they differ in the fourth digit.",
         fix=(
-            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. It doubles the bytes of "
-            "the reduction."
+            "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. It doubles the bytes "
+            "of the reduction."
         ),
         numbers=("the gradient norm differs from fp32's in the third or fourth digit",),
         behavior=(

@@ -140,7 +140,7 @@ def statistics(layer: nn.BatchNorm1d) -> Numbers:
 
 
 def statistics_alone() -> Numbers:
-    """Return the statistics of the two halves of the images, averaged, as computed in one process."""
+    """Return the averaged statistics of the two halves of the images, computed in one process."""
     halves = [statistics(trained_batchnorm(half, 2)) for half in range(2)]
     return {name: sum(half[name] for half in halves) / 2 for name in halves[0]}
 
@@ -171,10 +171,13 @@ WRONG_DATA = (
         title="Every epoch has the same order",
         why="`DistributedSampler` shuffles by its seed and its epoch, and only you know which epoch it is.",
         tell=(
-            "Print the first indices of two epochs: they're equal. A resumed run that begins at epoch 0 again has the "
-            "first epoch's."
+            "Print the first indices of two epochs: they're equal. A resumed run that starts again at epoch 0 gets "
+            "the first epoch's order."
         ),
-        fix="`sampler.set_epoch(epoch)` at the start of every epoch; after a resume, the saved epoch.",
+        fix=(
+            "Call `sampler.set_epoch(epoch)` at the start of every epoch. After resuming, continue with the saved "
+            "epoch."
+        ),
         numbers=(
             "the same order of samples in every epoch",
             "the loss at step 201 of a resumed run isn't that of the uninterrupted run",
@@ -200,7 +203,7 @@ WRONG_DATA = (
             "`DistributedSampler` pads: with five images on two ranks, it repeats one, so that both have three. In "
             "training, that hardly matters. In an evaluation, one image counts twice."
         ),
-        tell="Add up the images that the ranks evaluated, and compare with the length of the data set.",
+        tell="Add up the images that the ranks evaluated, and compare the sum with the length of the data set.",
         fix="Split the images among ranks without padding, and divide the sum of hits by the number of images.",
         numbers=(
             "the accuracy depends on the number of ranks; more images are evaluated than there are in the data set",
@@ -236,13 +239,13 @@ WRONG_DATA = (
         name="wrong-local-metric",
         title="Each rank reports a different accuracy",
         why=(
-            "A sampler gives each rank a part of the images. The accuracy or loss that a rank computes is that of its "
-            "own part; divided by the length of the full data set, it's N times too small."
+            "A sampler gives each rank some of the images. The accuracy or loss that a rank computes covers only "
+            "those. If you divide by the length of the full data set, it's N times too small."
         ),
         tell="Print the metric and the number of images on each rank.",
         fix=(
-            "`dist.all_reduce(torch.tensor([hits, num_images]))`, then divide; or `accelerator.gather_for_metrics`, "
-            "torchmetrics, `self.log(..., sync_dist=True)`."
+            "Call `dist.all_reduce(torch.tensor([hits, num_images]))`, then divide. Or use "
+            "`accelerator.gather_for_metrics`, torchmetrics, or `self.log(..., sync_dist=True)`."
         ),
         numbers=("each process returns a different accuracy, loss or validation result",),
         behavior=(
@@ -261,15 +264,15 @@ WRONG_DATA = (
         name="wrong-no-labels",
         title="nan from a batch in which every label is ignored",
         why=(
-            "A mean over no labels is 0/0. One rank's micro-batch whose labels are all -100 (a prompt, padding, a "
-            "cut-off answer) has the loss nan. `cross_entropy` gives it a gradient of 0, so that the ranks' mean is "
-            "too small, here by half; a mask of your own, `(loss * mask).sum() / mask.sum()`, makes every rank's "
-            "gradients nan."
+            "A mean over no labels is 0/0. If one rank's micro-batch has only labels of -100 (a prompt, padding, a "
+            "cut-off answer), its loss is nan. `cross_entropy` gives it a gradient of 0, so the mean over the ranks "
+            "is too small, here by half. With a mask of your own, `(loss * mask).sum() / mask.sum()`, every rank's "
+            "gradients become nan."
         ),
         tell="`(labels != -100).sum()` is 0 on one rank. It happens in bf16 and fp32 too, at random steps.",
         fix=(
-            "`dist.all_reduce(num_labels)`, then `(loss_sum * world_size / num_labels.clamp(min=1)).backward()`; or "
-            "filter such samples out."
+            "Call `dist.all_reduce(num_labels)`, then `(loss_sum * world_size / num_labels.clamp(min=1)).backward()`. "
+            "Or filter out such samples."
         ),
         numbers=(
             "the loss is nan for some batches only: all labels are -100 or ignore_index",
@@ -299,10 +302,11 @@ WRONG_DATA = (
         ),
         tell="Compare `running_mean` and `running_var` across the ranks.",
         fix=(
-            "Average over the ranks, variance included, before you evaluate or save: `dist.all_reduce(buffer); buffer "
-            "/= world_size`. The averaged variance leaves out the distance between the ranks' means: next to nothing "
-            "with shuffled data, but 1.05 instead of 1.96 if one of two ranks has values larger by 2. "
-            "`SyncBatchNorm`, on GPUs, includes it; GroupNorm has no statistics at all."
+            "Before you evaluate or save, average the buffers over the ranks, including the variance: "
+            "`dist.all_reduce(buffer); buffer /= world_size`. The averaged variance leaves out the distance between "
+            "the ranks' means. That's next to nothing with shuffled data, but if one of two ranks has values that are "
+            "larger by 2, the result is 1.05 instead of 1.96. `SyncBatchNorm`, on GPUs, includes it, and GroupNorm "
+            "has no running statistics at all."
         ),
         numbers=("running_mean and running_var differ from rank to rank",),
         behavior=(
@@ -316,12 +320,12 @@ WRONG_DATA = (
             "works in train mode, but is bad in eval mode, on several GPUs",
         ),
         quotes={
-            "torch/nn/modules/batchnorm.py": ("SyncBatchNorm expected input tensor to be on GPU",),
-            "torch/nn/functional.py": ("Expected more than 1 value per channel when training",),
-            "torch": (
-                "SyncBatchNorm is only supported within DistributedDataParallel",
+            "a run on the CPU": (
+                "SyncBatchNorm expected input tensor to be on GPU",
+                "Expected more than 1 value per channel when training",
                 "SyncBatchNorm layers only work with GPU modules",
             ),
+            "an older PyTorch": ("SyncBatchNorm is only supported within DistributedDataParallel",),
         },
         broken=keep_own_statistics,
         fixed=average_statistics,
@@ -331,7 +335,7 @@ WRONG_DATA = (
         name="wrong-metric-order",
         title="Logged numbers are impossible",
         why=(
-            "Two all-reduces of the same shape, in a different order on one rank: they match, so nothing waits, and "
+            "One rank runs two all-reduces of the same shape in a different order. They match, so nothing hangs, and "
             "the loss of one rank is added to the image count of the other."
         ),
         tell="Trace the collectives: their sizes agree, but their meanings don't. Log a constant whose sum you know.",

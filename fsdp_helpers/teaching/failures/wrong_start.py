@@ -136,11 +136,11 @@ WRONG_START = (
         name="wrong-different-seeds",
         title="The first loss is worse than that of one process",
         why=(
-            "DDP and FSDP1's `sync_module_states` broadcast rank 0's weights. `fully_shard` sends nothing: each rank "
-            "keeps the shard of its own initial model, so the full model is a patchwork. Copies under hybrid sharding "
-            "also start with different values."
+            "DDP and FSDP1's `sync_module_states` broadcast rank 0's weights. `fully_shard` doesn't send anything: "
+            "each rank keeps the shard of its own initial model, so the full model is a patchwork. Under hybrid "
+            "sharding, the copies also start with different values."
         ),
-        tell="Compare the norm of a full parameter with that in one process.",
+        tell="Compare the norm of a full parameter with the norm in one process.",
         fix=(
             "Use the same seed on every rank until the model is built, or load rank 0's state with "
             "`set_model_state_dict` and `broadcast_from_rank0`."
@@ -166,9 +166,9 @@ WRONG_START = (
         name="wrong-meta-buffers",
         title="A model from the meta device computes nonsense",
         why=(
-            "`to_empty` gives every tensor uninitialized memory. Your initialization fills the parameters; a buffer "
-            "that is computed in `__init__`, such as rotary frequencies, keeps whatever was in that memory, and a "
-            "checkpoint without it doesn't help."
+            "`to_empty` gives every tensor uninitialized memory. Your initialization fills the parameters, but a "
+            "buffer that's computed in `__init__`, such as rotary frequencies, keeps whatever was in that memory, and "
+            "a checkpoint that doesn't contain it doesn't help."
         ),
         tell="Compare `named_buffers()` with those of a model built on the CPU.",
         fix="Keep the computation in a method, and call it after `to_empty`.",
@@ -214,8 +214,10 @@ WRONG_START = (
             "grad is None for all parameters of the optimizer; weights identical before and after the step",
         ),
         quotes={
-            "torch/amp/grad_scaler.py": ("No inf checks were recorded for this optimizer",),
-            "torch, GradScaler": ("AssertionError: No inf checks were recorded",),
+            "a run on the CPU": (
+                "No inf checks were recorded for this optimizer",
+                "AssertionError: No inf checks were recorded",
+            ),
             "accelerate": (
                 "the optimizer parameters are not on the same device",
                 "a model and optimizer must be passed together to",
@@ -229,9 +231,9 @@ WRONG_START = (
         name="wrong-filled-dict",
         title="The distance from the pretrained weights stays zero",
         why=(
-            "`set_model_state_dict` writes into the dictionary that you give it. Afterward it holds DTensors, and "
-            "with `broadcast_from_rank0` they are the model's own parameters: they move with every step. No error is "
-            "raised."
+            "`set_model_state_dict` writes into the dictionary that you give it. Afterward, it holds DTensors, and "
+            "with `broadcast_from_rank0`, these are the model's own parameters, so they change with every step. No "
+            "error is raised."
         ),
         tell="`type(next(iter(weights.values())))` was a Tensor before the call and is a DTensor after it.",
         fix="Pass a copy, `dict(weights)`, or read the file again. The copy is shallow and takes no memory.",

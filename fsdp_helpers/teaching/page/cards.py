@@ -22,12 +22,15 @@ def index() -> Markdown:
 def index_by(kind: str) -> str:
     """Return the table for one kind of symptom, in alphabetical order."""
     rows = sorted(
-        (row.text, failure.name) for failure in gallery.GALLERY.values() for row in failure.rows() if row.kind == kind
+        (row.text, f"[{failure.name}](#{failure.name})", row.source)
+        for failure in gallery.GALLERY.values()
+        for row in failure.rows()
+        if row.kind == kind
     )
-    shown = [(as_code(text) if kind == MESSAGE else text, name) for text, name in rows]
-    return "\n".join(
-        ["| what you see | its card |", "| :-- | :-- |", *(f"| {text} | [{name}](#{name}) |" for text, name in shown)]
-    )
+    if kind != MESSAGE:
+        return show.table(["what you see", "its card"], [row[:2] for row in rows]).data
+    shown = [(as_code(text), link, source or "the card's run") for text, link, source in rows]
+    return show.table(["what you see", "its card", "from"], shown).data
 
 
 def as_code(text: str) -> str:

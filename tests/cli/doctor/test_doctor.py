@@ -435,6 +435,40 @@ def test_ranks_under_the_first_process_of_a_container(first, result):
         assert "min old: sleep 600)" in found[1] and "kill" not in found[1]
 
 
+@pytest.mark.long  # it starts two ranks
+def test_next_to_a_job_that_trains_in_a_container_all_is_right(tmp_path):
+    """With torchrun as the container's first process; as a user would run it, there, and on the host at the same time."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, time; pathlib.Path(__file__).with_suffix('.' + os.environ['RANK']).touch(); time.sleep(600)"
+    )
+    job = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        str(tmp_path),
+        str(script),
+    ]
+    command = ["unshare", "-Urmpf", "--mount-proc", "--kill-child", sys.executable, *job]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as container:
+        try:
+            if not wait_until(lambda: script.with_suffix(".1").exists() or container.poll() is not None, 120):
+                pytest.fail("torchrun's ranks didn't start")
+            if container.poll() is not None:
+                pytest.skip(f"no namespaces here: {container.stderr.read().strip()}")
+            (first,) = psutil.Process(container.pid).children()
+            inside = ["nsenter", "--target", str(first.pid), "--user", "--preserve-credentials", "--mount", "--pid"]
+            for where in (inside, []):
+                doctor_there = [*where, sys.executable, "-m", "fsdp_helpers", "doctor"]
+                done = subprocess.run(doctor_there, capture_output=True, text=True, check=False, timeout=240)
+                assert done.returncode == 0, done.stdout + done.stderr
+        finally:
+            container.kill()
+
+
 # ---------------------------------------------------------------- leftovers
 
 

@@ -1,5 +1,7 @@
 """The gallery of failures: each still shows its symptom within seconds, and its fixed run gives the right numbers."""
 
+from functools import cache
+
 import pytest
 import torch
 import workers_for_tests as workers
@@ -34,6 +36,62 @@ RAISES_EVERYWHERE = (
     "crash-container",
     "crash-unused-parameters",
     "save-one-ranks-shards",
+    "hang-wrong-world-size",
+    "hang-forked-worker",
+    "crash-local-rank-argument",
+    "crash-hangup",
+    "crash-rendezvous-closed",
+    "crash-group-twice",
+    "crash-mesh-size",
+    "crash-not-in-group",
+    "crash-models-differ",
+    "crash-sharded-twice",
+    "crash-cross-mesh",
+    "crash-training-state",
+    "crash-flat-groups",
+    "crash-accumulation-flag",
+    "crash-view-in-place",
+    "crash-nothing-trainable",
+    "crash-open-files",
+    "save-full-into-shards",
+    "save-sharded-folder",
+    "save-weights-only",
+    "save-shared-tensors",
+)
+# Long: they start programs, wait for a limit, or need much of the machine; the others cost a moment in the launch they share.
+LONG = (
+    "hang-wrong-world-size",
+    "crash-local-rank-argument",
+    "crash-hangup",
+    "crash-rendezvous-closed",
+    "save-two-writers",
+    "hang-extension-lock",
+    "save-sharded-folder",
+    "save-weights-only",
+    "save-shared-tensors",
+    "save-shared-folder",
+    "crash-group-twice",
+    "crash-mesh-size",
+    "crash-not-in-group",
+    "crash-gather-shapes",
+    "crash-bad-batch",
+    "hang-forked-worker",
+    "crash-open-files",
+    "memory-loader-workers",
+    "slow-data-loader",
+    "memory-activations",
+    "memory-frozen-in-fp32",
+    "wrong-schedule-steps",
+    "wrong-global-batch",
+    "wrong-same-random-numbers",
+    "wrong-every-rank-logs",
+    "slow-threads",
+    "slow-straggler",
+    "slow-grad-strides",
+    "crash-changed-after-wrapping",
+    "crash-view-in-place",
+    "crash-nothing-trainable",
+    "crash-compile-and-fsdp",
 )
 IN_ONE_LAUNCH = [failure for failure in RUN if not failure.says or failure.name in RAISES_EVERYWHERE]
 BY_ITSELF = [failure for failure in RUN if failure not in IN_ONE_LAUNCH]
@@ -42,23 +100,24 @@ TWO_RANKS = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": 4
 
 
 def ids(failures):
-    return [pytest.param(failure, id=failure.name) for failure in failures]
+    marks = {True: pytest.mark.long, False: []}
+    return [pytest.param(failure, id=failure.name, marks=marks[failure.name in LONG]) for failure in failures]
 
 
-@pytest.fixture(scope="module")
-def fixed_runs() -> dict[str, Seen]:
-    """Every fixed run, one after the other in the same two ranks."""
-    return run_in_turn(RUN, "fixed")
+def fixed_run(failure: Failure) -> Seen:
+    """Every fixed run, one after the other in the same two ranks; the long ones in a launch of their own."""
+    return run_in_turn("fixed", failure.name in LONG)[failure.name]
 
 
-@pytest.fixture(scope="module")
-def broken_runs() -> dict[str, Seen]:
+def broken_run(failure: Failure) -> Seen:
     """Every broken run that ends by itself, in the same way on all ranks."""
-    return run_in_turn(IN_ONE_LAUNCH, "broken")
+    return run_in_turn("broken", failure.name in LONG)[failure.name]
 
 
-def run_in_turn(failures: list[Failure], way: str) -> dict[str, Seen]:
-    failures = [failure for failure in failures if way == "broken" or gallery.has_fix(failure)]
+@cache
+def run_in_turn(way: str, are_long: bool) -> dict[str, Seen]:
+    failures = IN_ONE_LAUNCH if way == "broken" else [failure for failure in RUN if gallery.has_fix(failure)]
+    failures = [failure for failure in failures if (failure.name in LONG) == are_long]
     calls = [(workers.run_failure, failure.name, way) for failure in failures]
     per_rank = launch(workers.call_each, calls, **TWO_RANKS)
     seen = {}
@@ -69,10 +128,11 @@ def run_in_turn(failures: list[Failure], way: str) -> dict[str, Seen]:
 
 
 @pytest.mark.parametrize("failure", ids(IN_ONE_LAUNCH))
-def test_the_symptom_still_appears(failure, broken_runs):
-    assert gallery.comes_out_as_said(failure, broken_runs[failure.name]), broken_runs[failure.name]
+def test_the_symptom_still_appears(failure):
+    seen = broken_run(failure)
+    assert gallery.comes_out_as_said(failure, seen), seen
     if failure.says and not failure.not_in:
-        said = normalized(broken_runs[failure.name].error)
+        said = normalized(seen.error)
         assert any(normalized(text) in said for text in failure.messages) or not failure.messages, said
 
 
@@ -93,16 +153,16 @@ def test_ranks_that_wait_or_die_are_seen(failure):
 
 
 @pytest.mark.parametrize("failure", ids(RUN))
-def test_the_fix_gives_the_right_numbers(failure, fixed_runs):
+def test_the_fix_gives_the_right_numbers(failure):
     if not gallery.has_fix(failure):
         pytest.skip(f"this PyTorch is older than {failure.since}, which has the fix")
-    assert gallery.is_fixed(failure, fixed_runs[failure.name]), fixed_runs[failure.name]
+    assert gallery.is_fixed(failure, fixed_run(failure)), fixed_run(failure)
 
 
-def test_without_its_moments_a_resumed_loss_jumps_up(broken_runs):
+def test_without_its_moments_a_resumed_loss_jumps_up():
     """As its title says: a lower one would look like a gain."""
     failure = gallery.find("save-plain-optimizer-state")
-    for numbers in broken_runs[failure.name].numbers:
+    for numbers in broken_run(failure).numbers:
         assert all(numbers[name] > 10 * right for name, right in failure.right().items())
 
 

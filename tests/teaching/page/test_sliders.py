@@ -4,19 +4,11 @@ import base64
 import re
 import sys
 
-import matplotlib.pyplot as plt
 import pytest
 
 from fsdp_helpers.teaching.page import sliders
 
 CHOSEN = {"model": "vit-10b", "ranks": 128, "device_gb": 80, "precision": "bf16", "recompute": True}
-
-
-@pytest.fixture(autouse=True)
-def no_window():
-    plt.switch_backend("agg")
-    yield
-    plt.close("all")
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
