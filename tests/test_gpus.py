@@ -4,6 +4,7 @@ import os
 
 import launch_workers as workers
 import pytest
+import torch
 
 from fsdp_helpers import gpus, launch
 from fsdp_helpers.gpus import NONE, VISIBLE, Gpus, are_hidden, find_gpus, hide_gpus, unhide_gpus
@@ -104,8 +105,11 @@ def test_a_hidden_gpu_is_called_hidden():
         gpus.choose_device("cuda", 1)
 
 
-def test_outside_a_group_a_hidden_gpu_is_no_device(monkeypatch):
+def test_a_rank_has_the_gpu_of_its_local_rank_unless_all_are_hidden(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # torch had looked before
-    assert group.rank_device().type == "cuda"
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert group.rank_device() == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert group.rank_device() == torch.device("cuda", 1)
     hide_gpus()
     assert group.rank_device().type == "cpu"

@@ -268,7 +268,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"goodput": "0.5"}, "give --total as well"),
         ({"goodput": "1.5", "total": "10"}, "--goodput is 1.5; it's a share"),
         ({"days": "30"}, "--days needs a sweep to find the fewest GPUs"),
-        ({"global_batch": "1000"}, "use a multiple of that"),
+        ({"global_batch": "1500"}, "use a multiple of that"),
         ({"global_batch": "0"}, "global_batch is 0"),
         ({"global_batch": "1024", "micro_batches": "2"}, "leave out --micro-batches"),
         ({"lora_rank": "8"}, "--lora-rank is only for language models"),

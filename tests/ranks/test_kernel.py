@@ -348,6 +348,17 @@ def test_stop_ends_a_collective_that_another_rank_never_joins(with_variable):
     assert text_of(with_variable.run("%%ranks\n1 + 1")[0]) == "2"
 
 
+def test_stop_pressed_twice_is_stop(with_variable):
+    """The second comes while the first waits for a rank that doesn't let itself be interrupted."""
+    code = "while True:\n    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n        pass"
+    request = begin_on_ranks(with_variable, code)
+    for _ in range(2):
+        with_variable.manager.interrupt_kernel()
+        time.sleep(0.5)
+    with_variable.end(request)
+    assert text_of(with_variable.run("%%ranks\n1 + 1")[0]) == "2"
+
+
 def test_stop_in_a_cell_without_ranks_leaves_them_alone(with_variable):
     pids = text_of(with_variable.run("ranks.pids")[0])
     request = with_variable.begin("import time; time.sleep(600)")

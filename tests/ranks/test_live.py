@@ -93,6 +93,14 @@ def test_classes_and_functions_have_their_source(ranks, capsys):
     assert shown(ranks, capsys, code) == "[tensor([0]), tensor([1]), tensor([2]), tensor([3])]\n"
 
 
+def test_a_class_is_found_where_python_3_13_looks_for_it(ranks, capsys):
+    """Since then a class has its line, as this one says itself; later cells come before it."""
+    ranks.run("class First:\n    __firstlineno__ = 1")
+    ranks.run("class Second: ...\nx = 1")
+    code = "import linecache\nlinecache.getline('<cells>', First.__firstlineno__)"
+    assert shown(ranks, capsys, code) == "'class First:\\n'\n"
+
+
 def test_values_come_back_rank_by_rank(ranks):
     code = """
         from torch import nn
@@ -113,6 +121,7 @@ def test_values_come_back_rank_by_rank(ranks):
     mixed = ranks["mixed"][1]
     assert mixed["loss"] == 0.5 and torch.equal(mixed["own"][0], torch.ones(2))
     assert ranks["own"] == ["<__main__.Own>"] * 2
+    assert ranks["rank"] == [0, 1]
     with pytest.raises(NameError, match=r"'missing' is not defined on ranks 0, 1"):
         ranks["missing"]
 
@@ -134,15 +143,18 @@ def test_an_answer_to_what_was_interrupted_is_not_taken_for_another_cells(ranks,
     assert ranks["rank"] == [0, 1]
 
 
-def test_a_syntax_error_runs_on_no_rank(ranks):
+def test_a_syntax_error_runs_on_no_rank(ranks, capsys):
     with pytest.raises(SyntaxError):
         ranks.run("print('never')\ndef f(:")
+    assert shown(ranks, capsys, "'next'") == "'next'\n"
 
 
 def test_closed_ranks_say_so():
     ranks = Ranks(1, device="cpu")
+    assert repr(ranks) == "Ranks(1, on cpu)"
     ranks.close()
     ranks.close()
+    assert repr(ranks) == "Ranks(1, closed)"
     with pytest.raises(RuntimeError, match="closed"):
         ranks.run("rank")
 
@@ -151,6 +163,15 @@ def test_closed_ranks_say_so():
 def test_bad_arguments_start_nothing(world_size, settings):
     with pytest.raises(ValueError):
         Ranks(world_size, **settings)
+
+
+def test_ranks_that_cannot_join_are_an_error_at_once(monkeypatch):
+    """And nothing of them stays, which conftest.py checks."""
+    before = live.open_ranks()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(RankError, match="rank 0 of 1 failed: .*no-such-interface"):
+        Ranks(1, device="cpu")
+    assert live.open_ranks() == before
 
 
 def test_a_script_that_forgets_its_ranks(tmp_path):

@@ -1,11 +1,9 @@
 """A watched run as a notebook shows it: text and a picture, replaced in place, and a summary that stays."""
 
 import base64
-import io
 from dataclasses import replace
 
 import launch_workers as workers
-import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
 from runs import tiny_record
@@ -127,32 +125,12 @@ def test_the_memory_of_each_rank_is_drawn_as_soon_as_it_is_known(outputs, curves
     ]
 
 
-def test_a_short_run_is_not_smoothed():
-    losses = [2.3012, 2.2534, 2.1987]  # differences of their sums are not these numbers
+def test_a_loss_is_smoothed_over_a_twentieth_of_the_run_and_one_that_is_no_number_is_drawn_too():
+    losses = [2.3012, 2.2534, 2.1987]  # nothing to average; differences of their sums are not these numbers
     assert live_view.smoothed(losses) == losses
-
-
-def test_the_axis_ends_where_the_run_is():
-    ax = Figure().subplots()
-    live_view.draw_loss(ax, range(1, 101), [2.0] * 100)
-    assert ax.get_xlim() == (1, pytest.approx(100 + 0.08 * 99))  # and not at the thousandth step that is to come
-
-
-def test_the_picture_has_whole_steps_room_above_and_no_background_of_its_own():
-    ax = Figure().subplots()
-    live_view.draw_loss(ax, range(1, 5), [2.3, float("nan"), 2.5, 2.4])
-    assert ax.get_ylim() == (0, pytest.approx(1.1 * 2.5))
-    assert all(place == int(place) for place in ax.get_xticks())
-    live_view.draw_loss(Figure().subplots(), [1, 2], [float("nan")] * 2)  # a run that has failed is drawn too
-    picture, _ = live_view.run_picture([1, 2], [2.3, 2.0], {}, "Loss")
-    corner = plt.imread(io.BytesIO(base64.b64decode(picture)))[0, 0]
-    assert corner[3] == 0
-
-
-def test_a_loss_is_smoothed_over_a_twentieth_of_the_run():
-    assert live_view.smoothed([4.0, 2.0, 6.0]) == [4.0, 2.0, 6.0]  # three steps: nothing to average
     jagged = live_view.smoothed([1.0, 3.0] * 20)  # 40 steps: each with the one before it
     assert jagged[0] == 1.0 and set(jagged[1:]) == {2.0}
+    live_view.draw_loss(Figure().subplots(), [1, 2], [float("nan")] * 2)
 
 
 def test_bars_of_memory_are_as_long_as_the_bytes():

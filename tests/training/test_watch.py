@@ -39,19 +39,25 @@ def reports(monkeypatch):
 
 
 @pytest.fixture
-def half_second_clock(monkeypatch):
-    """Half a second passes from each reading of the clock to the next."""
+def watching(reports, monkeypatch):
+    """A watch that has begun an epoch; half a second passes from each reading of the clock to the next."""
     readings = itertools.count(step=0.5)
     monkeypatch.setattr("fsdp_helpers.training.watch.time.perf_counter", lambda: next(readings))
-
-
-def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock, monkeypatch):
     monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
-    model = nn.Linear(1, 1)
-    config = TrainConfig(global_batch_size=64, epochs=2)
-    watch = StepWatch(config, 3, torch.device("cpu"))
-    watch.watch(model, torch.optim.Adam(model.parameters()))
-    watch.begin_epoch(0)
+
+    def begin(num_steps: int, *between_steps, epochs: int = 1, **place) -> StepWatch:
+        model = nn.Linear(1, 1)
+        config = TrainConfig(global_batch_size=64, epochs=epochs)
+        watch = StepWatch(config, num_steps, torch.device("cpu"), **place)
+        watch.watch(model, torch.optim.Adam(model.parameters()), *between_steps)
+        watch.begin_epoch(0)
+        return watch
+
+    return begin
+
+
+def test_a_report_says_images_per_second_of_the_epoch(watching, reports):
+    watch = watching(3, epochs=2)
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
     watch.after_step(torch.tensor(1.0), batch_bytes=0)
     watch.begin_epoch(1)  # starts the count again
@@ -68,22 +74,14 @@ def test_a_report_says_images_per_second_of_the_epoch(reports, half_second_clock
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_report_of_several_ranks_says_whose_loss_it_is(reports, half_second_clock, monkeypatch, rank):
-    monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
-    model = nn.Linear(1, 1)
-    watch = StepWatch(TrainConfig(global_batch_size=64), 1, torch.device("cpu"), world_size=2, rank=rank)
-    watch.watch(model, torch.optim.Adam(model.parameters()))
-    watch.begin_epoch(0)
+def test_a_report_of_several_ranks_says_whose_loss_it_is(watching, reports, rank):
+    watch = watching(1, world_size=2, rank=rank)
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
     assert reports[-1][3] == f"128 images/s, rank {rank}'s loss 2.0000"
 
 
-def test_a_resumed_run_counts_on(reports, half_second_clock, monkeypatch):
-    monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
-    model = nn.Linear(1, 1)
-    watch = StepWatch(TrainConfig(global_batch_size=64), 2, torch.device("cpu"), steps_before=10)
-    watch.watch(model, torch.optim.Adam(model.parameters()))
-    watch.begin_epoch(0)
+def test_a_resumed_run_counts_on(watching, reports):
+    watch = watching(2, steps_before=10)
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
     assert list(watch.evaluation([(torch.empty(5, 1), torch.empty(5))]))
     # 64 images in half a second, whatever the run before did
@@ -95,12 +93,8 @@ def test_a_resumed_run_counts_on(reports, half_second_clock, monkeypatch):
     ]
 
 
-def test_an_evaluation_says_how_far_it_is(reports, half_second_clock, monkeypatch):
-    monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
-    model = nn.Linear(1, 1)
-    watch = StepWatch(TrainConfig(global_batch_size=64), 1, torch.device("cpu"))
-    watch.watch(model, torch.optim.Adam(model.parameters()))
-    watch.begin_epoch(0)
+def test_an_evaluation_says_how_far_it_is(watching, reports):
+    watch = watching(1)
     watch.after_step(torch.tensor(2.0), batch_bytes=0)
     batches = [(torch.empty(size, 1), torch.empty(size)) for size in (1_000, 500)]
     assert list(watch.evaluation(batches)) == batches
@@ -123,13 +117,9 @@ def test_a_title_says_what_differs(settings, world_size, title):
     assert run_title(TrainConfig(**settings), world_size, "cpu") == title
 
 
-def test_what_happens_between_steps_does_not_count(reports, half_second_clock, monkeypatch):
+def test_what_happens_between_steps_does_not_count(watching):
     """A checkpoint, say: here it reads the clock ten times, which is five seconds."""
-    monkeypatch.setattr("fsdp_helpers.training.watch.MemoryTrace", NoTrace)
-    model = nn.Linear(1, 1)
-    watch = StepWatch(TrainConfig(), 2, torch.device("cpu"))
-    watch.watch(model, torch.optim.Adam(model.parameters()), lambda: [time.perf_counter() for _ in range(10)])
-    watch.begin_epoch(0)
+    watch = watching(2, lambda: [time.perf_counter() for _ in range(10)])
     for _ in range(2):
         watch.after_step(torch.tensor(1.0), batch_bytes=0)
     assert watch.step_seconds == [0.5, 0.5]

@@ -85,16 +85,16 @@ def code_colors() -> str:
     return HtmlFormatter(style="default").get_style_defs(".highlight")
 
 
-def link_to_pages(body: str, names: Collection[str], folders: Collection[str] = ()) -> str:
+def link_to_pages(body: str, names: Collection[str]) -> str:
     """Return the page with its links to notebooks and Markdown files in `names` changed to those files' pages.
 
-    Links to files in `folders`, which are next to the pages, stay; links to any other files are removed.
+    Links to any other files are removed.
     """
 
     def linked(found: re.Match) -> str:
         path, anchor = Path(found["address"]), found["anchor"]
-        if ":" in found["address"] or not found["address"] or path.parts[0] in folders:
-            return found[0]  # a website, an anchor on this page, or a file in `folders`
+        if ":" in found["address"] or not found["address"]:
+            return found[0]  # a website, or an anchor on this page
         return (
             f'{found["before"]}href="{path.stem}.html{anchor}"' if path.stem in names and len(path.parts) == 1 else "<a"
         )
