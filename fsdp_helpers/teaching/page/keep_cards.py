@@ -2,7 +2,7 @@
 
 python -m fsdp_helpers.teaching.page.keep_cards               text and index; the saved runs stay as they are
 python -m fsdp_helpers.teaching.page.keep_cards NAME ...      run these again and save what they show
-python -m fsdp_helpers.teaching.page.keep_cards --run         run all of them again (takes a quarter of an hour)
+python -m fsdp_helpers.teaching.page.keep_cards --run         run all of them again (takes half an hour)
 python -m fsdp_helpers.teaching.page.keep_cards --tools       py-spy and the debug server, which need extra packages
 """
 
