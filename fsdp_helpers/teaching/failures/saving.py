@@ -27,14 +27,17 @@ from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units,
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Create a temporary folder that all ranks share, and remove it once every rank is done with it."""
+    """Create a temporary folder that all ranks share; the last rank to leave it removes it, even if a load failed."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
+    has_left = [Path(found[0], f".left-{rank}") for rank in range(dist.get_world_size())]
     try:
         yield Path(found[0])
         dist.barrier()
-    finally:  # even if a load fails
-        shutil.rmtree(found[0], ignore_errors=True)
+    finally:
+        has_left[dist.get_rank()].touch()
+        if all(path.exists() for path in has_left):
+            shutil.rmtree(found[0], ignore_errors=True)
 
 
 # ---------------------------------------------------------------- the optimizer's state
