@@ -65,7 +65,7 @@ def cut(
 
 
 def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozenset[str]:
-    """Return the frozen parameters that are in the same unit (or the root) as a trained one."""
+    """Return the profile's frozen parameters that are in the same unit (or the root) as a trained one."""
     names = set(names)
     trained = {_innermost(parameter, names) for parameter in profile.trained}
     return frozenset(parameter for parameter in profile.frozen if _innermost(parameter, names) in trained)

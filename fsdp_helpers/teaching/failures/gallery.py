@@ -138,17 +138,17 @@ def shows_symptom(failure: Failure, seen: Seen) -> bool:
 
 def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
     """Return whether a broken run shows its symptom or, on a PyTorch without the problem, doesn't."""
-    return shows_symptom(failure, seen) == (not failure.not_in or release() > failure.not_in)
+    return shows_symptom(failure, seen) == (not failure.not_in or torch_release() > failure.not_in)
 
 
-def release() -> TorchVersion:
+def torch_release() -> TorchVersion:
     """Return this PyTorch's major and minor version, such as 2.15."""
     return TorchVersion(".".join(torch.__version__.split(".")[:2]))
 
 
 def has_fix(failure: Failure) -> bool:
     """Return whether this PyTorch has the fix for the failure."""
-    return not failure.since or release() >= failure.since
+    return not failure.since or torch_release() >= failure.since
 
 
 def is_fixed(failure: Failure, seen: Seen) -> bool:

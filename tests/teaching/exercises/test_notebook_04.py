@@ -123,6 +123,20 @@ class TestHooks(BuildTestsOnRanks):
         ),
         ([("            reshard()\n", "            pass\n")], "after backward, blocks still have"),
         ([("        gather(whole)\n", "        pass\n")], "0 all-gathers per step, not 8"),
+        # all blocks are freed at the end of forward
+        (
+            [
+                ("def hook_block(", "WAITING = []\n\n\ndef hook_block("),
+                (
+                    "    def gradient_arrived(",
+                    "    def reshard_all(*_):\n        WAITING.append(reshard)\n"
+                    "        if len(WAITING) == 4:\n            [WAITING.pop()() for _ in range(4)]\n\n"
+                    "    def gradient_arrived(",
+                ),
+                ("    block.register_forward_hook(reshard)\n", "    block.register_forward_hook(reshard_all)\n"),
+            ],
+            "4 blocks are unsharded at once while one computes",
+        ),
         # gathered before there is room for it
         (
             [("        storage.resize_(num_bytes)\n        gather(whole)\n", "        gather(whole)\n")],

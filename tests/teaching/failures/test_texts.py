@@ -20,7 +20,7 @@ from fsdp_helpers.cli.explain import normalized
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.failures import plain
 from fsdp_helpers.teaching.failures.entry import BEHAVIOR, MESSAGE, NUMBER, ON_CPU
-from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, release
+from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, torch_release
 from fsdp_helpers.teaching.failures.texts import TEXT, TEXTS
 from fsdp_helpers.teaching.page import keep_cards
 
@@ -31,7 +31,7 @@ MESSAGES = [(failure.name, text) for failure in GALLERY.values() for text in fai
 SITE = Path(torch.__file__).parent.parent
 LIBRARIES = sorted((SITE / "torch/lib").glob("libc10*.so")) + sorted((SITE / "torch/lib").glob("libtorch*.so"))
 ALONE, ON_TWO_RANKS = (Path(__file__).with_name(f"says_{where}.txt") for where in ("alone", "on_two_ranks"))
-quoted_release = pytest.mark.skipif(release() < "2.15", reason="the messages are quoted from PyTorch 2.15")
+quoted_release = pytest.mark.skipif(torch_release() < "2.15", reason="the messages are quoted from PyTorch 2.15")
 
 
 def one_side(text: str) -> str:
