@@ -193,7 +193,7 @@ CRASHES_AT_THE_ENDS = (
         ),
         tell=(
             "`env | grep -E 'RANK|WORLD_SIZE|MASTER'` prints nothing. A collective that's called without "
-            "`init_process_group` says *Default process group has not been initialized*."
+            "`init_process_group` fails with *Default process group has not been initialized*."
         ),
         fix=(
             "Start it with `torchrun --standalone --nproc-per-node 8 train.py`. Under Slurm, start one torchrun per "
@@ -408,7 +408,7 @@ CRASHES_AT_THE_ENDS = (
         name="crash-no-traceback",
         title="ChildFailedError, and no traceback",
         why=(
-            "torchrun's report contains a rank's exit code, but its traceback only if the rank wrote one for "
+            "torchrun's report contains a rank's exit code. It contains the traceback only if the rank wrote one for "
             "torchrun. Your own error is further up in the output, among the lines of the rank that failed first, or "
             "in that rank's log file."
         ),

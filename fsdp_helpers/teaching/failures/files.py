@@ -180,7 +180,7 @@ FILES = (
             "`torch.load` and `from_pretrained` expect a single file, or safetensors."
         ),
         tell=(
-            "The folder contains `__0_0.distcp`, or is named `pytorch_model_fsdp_0` or `global_step`. If there's no "
+            "The folder contains `__0_0.distcp`, or it's named `pytorch_model_fsdp_0` or `global_step`. If there's no "
             "`.metadata` in it, the save never finished."
         ),
         fix=(
@@ -229,16 +229,14 @@ FILES = (
             "`torch.serialization.safe_globals([argparse.Namespace])`, then save it again. Use `weights_only=False` "
             "only for your own files."
         ),
-        messages=(
-            "Weights only load failed",
-            "_pickle.UnpicklingError",
-        ),
+        messages=("Weights only load failed",),
         behavior=(
             "loading or resuming from a checkpoint fails since PyTorch 2.6",
             "torch.load fails after upgrading to 2.6; weights_only=True; numpy or argparse objects in the checkpoint",
         ),
         quotes={
             "a run on the CPU": (
+                "_pickle.UnpicklingError",
                 "Unsupported global: GLOBAL",
                 "WeightsUnpickler error",
             ),

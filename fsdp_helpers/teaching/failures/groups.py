@@ -183,7 +183,7 @@ GROUPS = (
         ),
         tell="`dist.is_initialized()` is True before your call.",
         fix=(
-            "Write `if not dist.is_initialized(): dist.init_process_group(...)`; if you use a framework, leave this "
+            "Write `if not dist.is_initialized(): dist.init_process_group(...)`. If you use a framework, leave this "
             "call to it."
         ),
         messages=(
@@ -326,7 +326,7 @@ GROUPS = (
         ),
         tell=(
             "Print `tensor.shape, tensor.dtype` on every rank just before the call. gloo aborts the process that "
-            "receives too much. NCCL may say nothing: the numbers come back mixed up, or the call hangs."
+            "receives too much. NCCL may not report anything: the numbers come back mixed up, or the call hangs."
         ),
         fix=(
             "All-gather the lengths, pad to the longest, all-gather, and truncate. `accelerator.pad_across_processes` "

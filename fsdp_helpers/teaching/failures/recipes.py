@@ -184,8 +184,8 @@ RECIPES = (
         ),
         tell=(
             "Global batch = per-rank batch × ranks × micro-batches. Print it along with the number of steps, and "
-            "compare both with the run on one GPU. One rank's counts divided by the size of the whole data set are "
-            "off by a factor of N."
+            "compare both with the run on one GPU. If you divide one rank's counts by the size of the full data set, "
+            "the result is off by a factor of N."
         ),
         fix=(
             "Divide the per-rank batch by N (you get the same curve), or keep it and scale up the learning rate, with "

@@ -269,7 +269,7 @@ WRONG_DATA = (
             "is too small, here by half. With a mask of your own, `(loss * mask).sum() / mask.sum()`, every rank's "
             "gradients become nan."
         ),
-        tell="`(labels != -100).sum()` is 0 on one rank. It happens in bf16 and fp32 too, at random steps.",
+        tell="`(labels != -100).sum()` is 0 on one rank. It happens at random steps, in bf16 and fp32, too.",
         fix=(
             "Call `dist.all_reduce(num_labels)`, then `(loss_sum * world_size / num_labels.clamp(min=1)).backward()`. "
             "Or filter out such samples."

@@ -133,7 +133,8 @@ def test_the_symptom_still_appears(failure):
     assert gallery.comes_out_as_said(failure, seen), seen
     if failure.says and not failure.not_in:
         said = normalized(seen.error)
-        assert any(normalized(text) in said for text in failure.messages) or not failure.messages, said
+        missing = [text for text in failure.messages if normalized(text) not in said]
+        assert missing == [] or (gallery.release() < "2.15" and len(missing) < len(failure.messages)), said
 
 
 def test_a_pytorch_that_does_not_show_it_must_not_show_it(monkeypatch):
