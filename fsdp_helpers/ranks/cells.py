@@ -104,7 +104,7 @@ class Cells:
         return pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False) if wrapped else repr(value)
 
     def _limit_waiting(self, text: str) -> None:
-        """Raise the timeout from the first cell that compiles, and for NCCL's first collective: ranks may differ."""
+        """Raise the timeout from the first cell that compiles, and for NCCL's first collective: some ranks may take longer."""
         self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
         first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
         limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)

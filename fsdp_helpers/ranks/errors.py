@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-RUNS_CODE = re.compile(r"/fsdp_helpers/ranks/(rank|launch|cells)\.py$")  # these files call what a rank is to run
+RUNS_CODE = re.compile(
+    r"/fsdp_helpers/ranks/(rank|launch|cells)\.py$"
+)  # they call a rank's code; tracebacks leave them out
 
 
 @dataclass(frozen=True)

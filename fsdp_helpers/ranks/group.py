@@ -178,7 +178,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     except RuntimeError as error:
         if not blames_another_rank(str(error)):
             raise
-        if agent:  # torchrun ends its ranks if it has lost its rendezvous; they say why first
+        if agent:  # a torchrun that has lost its rendezvous ends its ranks, but they should say why first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:

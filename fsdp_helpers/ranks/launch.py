@@ -108,7 +108,7 @@ def run_worker(
 
 
 class LaunchOutput:
-    """Prints the output of a launch's ranks, each line once it's complete, and which rank it's from if `names`."""
+    """Prints the output of a launch's ranks, one complete line at a time, after the rank's number if `names`."""
 
     def __init__(self, names: bool) -> None:
         self._names = names

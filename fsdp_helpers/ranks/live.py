@@ -167,7 +167,7 @@ class Ranks(AbstractContextManager):
 
     @interrupts_wait()
     def _settle(self, chosen: Sequence[int], at_fault: int | None = None, details: str = "") -> list[str]:
-        """Get all ranks ready for the next cell, with a restart if necessary; return lines on what happened to each.
+        """Get all ranks ready for the next cell, with a restart if necessary; return what happened to each, in lines.
 
         The first lines are the `details` of the failure of the rank that's `at_fault`.
         """

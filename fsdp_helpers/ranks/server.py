@@ -121,7 +121,7 @@ def end_orphans() -> None:
 
 
 def check_not_a_rank() -> None:
-    """Exit or raise if this process is a rank that imports the program's script, or its worker's module, and launches."""
+    """Exit or raise if this is a rank that has reached a launch while importing the script or its worker's module."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing itself checks this, too
         os._exit(NO_MAIN_GUARD)  # the parent is told by this exit status
     if is_rank:
@@ -186,7 +186,7 @@ def _serve(parent: int) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
-    # The server's main thread leaves as soon as its parent and all ranks have ended, perhaps before `watch` has.
+    # The server's main thread exits as soon as its parent and all ranks have ended, perhaps before `watch` notices.
     atexit.register(end_all)
     # Python's garbage collector writes to every object it visits, and each page that's written to is copied, which
     # takes half a second for two ranks. So the collector skips everything the server has loaded.
