@@ -1,6 +1,9 @@
 """The slides: the cells that say so, each with its code, table or figure, and complete without a network."""
 
+import base64
+import math
 import re
+import struct
 from pathlib import Path
 
 import nbformat
@@ -71,6 +74,18 @@ def test_no_text_of_a_figure_is_smaller_than_the_style_says():
         assert re.findall(r"fontsize=|\"fontsize\"|labelsize", path.read_text()) == [], path.name
 
 
+def text_sizes_px(section):
+    """Return the size of the smallest text in each of a slide's plots: as large as the slide's width and height allow.
+
+    A saved plot has 220 pixels per inch, and no text in it is smaller than the style's font size.
+    """
+    heading = section.find("h2")
+    room_px = 720 - 26 - 40 - (12 + 39 * math.ceil(len(heading.get_text()) / 58) if heading else 0)
+    for image in section.find_all("img", src=re.compile("^data:image/png")):
+        width, height = struct.unpack(">II", base64.b64decode(image["src"].partition(",")[2])[16:24])
+        yield style.STYLE["font.size"] / 72 * 220 * min(1180 / width, room_px / height)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_chapter_shows_what_is_projected_and_asks_no_other_machine(path):
     page = slides.deck(nbformat.read(path, as_version=4))
@@ -80,6 +95,7 @@ def test_a_chapter_shows_what_is_projected_and_asks_no_other_machine(path):
     assert sum(bool(one.find(["pre", "table", "img"])) for one in sections) >= len(sections) - 2
     assert loaded_files(page) == [] and soup.find_all("a", href=True) == []
     assert all(float(size) >= 18 for size in re.findall(r"font-size:([\d.]+)px", "".join(map(str, soup.select("pre")))))
+    assert [size for one in sections for size in text_sizes_px(one) if size < 18] == []
     assert all(len(image["alt"]) > 10 for image in soup.find_all("img"))
     text = soup.get_text()
     assert [words for words in PROJECTED.get(path.stem, ()) if words not in text] == []
