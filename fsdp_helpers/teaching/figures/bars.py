@@ -44,7 +44,7 @@ def _as_written(record: RankRecord) -> tuple[str, ...]:
 
 
 def held_parts(record: RankRecord) -> dict[str, int]:
-    """Return a rank's bytes between two steps, by kind."""
+    """Return a rank's bytes between steps, by kind."""
     own = {
         CATEGORIES["parameters"]: record.parameter_bytes,
         CATEGORIES["gradients"]: record.gradient_bytes,

@@ -33,7 +33,7 @@ class XlaMissing(RuntimeError):
 
 
 class XlaError(RuntimeError):
-    """A script failed; the message has its last lines and, if it's a known failure, what to do."""
+    """A script failed; the message contains its last lines of output and, if it's a known failure, what to do."""
 
 
 class XlaTimeout(TimeoutError):
@@ -176,7 +176,7 @@ def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -
 
 
 def kept(key: str, why: str) -> object:
-    """Return a saved output, and print `why` it isn't run here and when it was saved."""
+    """Return a saved output, and print `why` the code isn't run here and when the output was saved."""
     record = json.loads((RECORDS / f"{key}.json").read_text())
     print(f"{why}. Below is the output saved on {record['finished']}.")
     return record["result"]

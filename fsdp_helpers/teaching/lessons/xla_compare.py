@@ -75,7 +75,7 @@ def answers_of_fsdp2(
 
 
 def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[str]) -> dict[str, float]:
-    """Load a consolidated file into a plain network and into FSDP2, and compare their outputs with plain training's.
+    """Load a consolidated file into a plain network and FSDP2, and compare the outputs with those of plain training.
 
     Differences are relative to the largest output.
     """
@@ -144,7 +144,7 @@ def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[fl
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
-    """Compare the losses of all `runs` with `plain` training's. Raises ValueError for a difference above TOLERANCE."""
+    """Compare the losses of all `runs` with those in `plain`. Raises ValueError for a difference above TOLERANCE."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
     worst = list(differences)[np.argmax(list(differences.values()))]
     if not differences[worst] <= TOLERANCE:
