@@ -46,7 +46,7 @@ class Gpus:
 def find_gpus(wanted: int = 0) -> Gpus:
     """Count the GPUs; if `wanted` isn't 0 and there are at least that many, also try a computation on the first.
 
-    The first call takes as long as loading torch; without a driver, calls cost nothing.
+    The first call takes as long as loading torch; without a driver, it takes no time.
     """
     return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
 

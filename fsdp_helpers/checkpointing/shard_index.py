@@ -196,7 +196,7 @@ PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose metho
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Do `getattr`'s job for the one enumeration in an index. (Pickles from before Python 3.11.4 call it.)"""
+    """Do the job of `getattr` for the one enumeration in an index. (Pickles from before Python 3.11.4 call it.)"""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
     return enumeration[name]

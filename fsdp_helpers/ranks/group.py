@@ -150,7 +150,7 @@ def gather_over_ranks(value: object) -> list:
 
 # ---------------------------------------------------------------- the roll call
 #
-# A collective that times out says so on every waiting rank, but doesn't name the missing one. So the waiting ranks take
+# A collective that times out raises on every waiting rank, but doesn't name the missing one. So the waiting ranks take
 # a roll call in the store where the group met. Each rank signs in; one that doesn't do so is stopped, stuck, or gone.
 
 

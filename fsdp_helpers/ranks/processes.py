@@ -35,7 +35,7 @@ class Processes(AbstractContextManager):
 
     Each runs `body`; see `run_rank`. Its output is passed to on_output(rank, stream, data), its notes to on_note(note,
     rank), and its answers to the last message are collected. With two `streams`, standard output and standard error are
-    kept apart; with one, they stay in order. A `with` block ends the processes when it ends.
+    kept apart; with one, they stay in order. The processes end with the `with` block.
     """
 
     def __init__(

@@ -208,7 +208,7 @@ def prepare_run_data(config: TrainConfig) -> str:
     """
     if config.learns_text:
         return prepare_text(config)
-    _check_data_size(config, "mnist")  # against the larger source, so impossible runs are refused before a download
+    _check_data_size(config, "mnist")  # against the larger source, so impossible runs are rejected before a download
     source = prepare_data(config.data_dir)
     _check_data_size(config, source)
     return source
