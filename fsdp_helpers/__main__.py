@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Run `main`, then exit this process with the status it returns.
 
-    A rank under torchrun exits without Python's cleanup, like `launch`'s ranks: gloo's threads outlive their group, and
+    Like `launch`'s ranks, a rank under torchrun exits without Python's cleanup: gloo's threads outlive their group, and
     if one of them releases a tensor while Python is shutting down, the process aborts.
     """
     end_with_agent()  # before torch is loaded, which takes seconds

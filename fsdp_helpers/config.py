@@ -194,10 +194,10 @@ class TrainConfig:
             if (self.sharding, self.backward_prefetch) != ("full", "pre"):
                 raise ValueError(f"sharding and backward_prefetch are FSDP settings, but strategy is {self.strategy!r}")
         elif self.api == "fsdp2" and self.sharding == "none":
-            raise ValueError("sharding 'none' exists in FSDP1 only; with fsdp2 use strategy 'ddp' for full copies")
+            raise ValueError("sharding 'none' exists only in FSDP1; for full copies with fsdp2, use strategy 'ddp'")
         elif self.api == "fsdp2" and self.backward_prefetch != "pre":
             raise ValueError(
-                f"backward_prefetch {self.backward_prefetch!r} is an option of FSDP1; use api 'fsdp1', or leave it out"
+                f"backward_prefetch {self.backward_prefetch!r} is an FSDP1 option; use api 'fsdp1', or leave it out"
             )
 
     def _check_resharding(self) -> None:
@@ -281,7 +281,7 @@ class TrainConfig:
             wanted = getattr(self, name)
             if wanted is not None and wanted > available:
                 raise ValueError(
-                    f"{name} is {wanted}, but {source} has {available}; use at most that, or leave it out for all"
+                    f"{name} is {wanted}, but {source} has {available}; use at most that, or leave it out to use all"
                 )
         used = self.train_images or train_images
         if used < self.global_batch_size:

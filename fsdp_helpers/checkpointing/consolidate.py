@@ -116,7 +116,7 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
     """Fill `tensor` by reading its shards straight into place, and check each for damage.
 
     Each shard is stored the way `torch.save` stores a tensor: in a zip archive whose member data/0 has the values.
-    Nothing else in the archive is read, so no code can run. (`dcp.load` could do this, and faster. But
+    Nothing else in the archive is read, so no code can run. (`dcp.load` could do this faster. But
     torch doesn't check the archive's checksum, so a corrupted byte would end up in a weight.)
     """
     for part in entry.shards:

@@ -192,7 +192,7 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose methods type checkers don't know
+PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose methods type checkers don't know about
 
 
 def _member(enumeration: Any, name: str) -> Any:

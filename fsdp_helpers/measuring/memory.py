@@ -241,7 +241,7 @@ def stop_history(device: torch.device) -> list[dict]:
 def take_work_spaces(device: torch.device) -> None:
     """Make cuBLAS allocate its workspaces now, before we count anything.
 
-    torch 2.11 allocates them like tensors: 8 to 32 MiB for forward's thread and the same for backward's, unless
+    torch 2.11 allocates them like tensors: 8 to 32 MiB for forward's thread and as much for backward's thread, unless
     `CUBLAS_WORKSPACE_CONFIG` sets a smaller size.
     """
     values = torch.ones(16, 16, device=device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The processes of one group, as their parent sees them: it starts them, listens, asks where they are, and ends them.
+"""The processes of one group, as their parent sees them: it starts, watches and ends them.
 
 `launch` and `Ranks` both use this. Processes are started by torch's own `start_processes`, which `mp.spawn` calls, too.
 """
@@ -169,7 +169,7 @@ class Processes(AbstractContextManager):
             self.notes[rank] = content
             if self.on_note:
                 self.on_note(content, rank)
-        elif content.number in (self.number, None):  # else it answers a cell that was interrupted
+        elif content.number in (self.number, None):  # otherwise, it answers a cell that was interrupted
             self.answers[rank] = content
 
     def _read_outputs(self) -> None:
@@ -218,7 +218,7 @@ class Processes(AbstractContextManager):
         """Describe the end of a process that didn't send a message."""
         code = self.ends[rank]
         if code is None or code >= 0:
-            return f"the process left with exit status {code}"
+            return f"the process ended with exit status {code}"
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = " from outside (often by the system, out of memory)" if name == "SIGKILL" else ""
         return f"the process was ended by {name}{hint}"

@@ -42,7 +42,7 @@ SERVER_OF = "FSDP_HELPERS_SERVER_OF"  # holds the id of the server's parent; set
 FOLDER = "fsdp_helpers-{}-"  # how the names of a process's private folders begin; its id goes in the braces
 LOOK_S = 0.5  # between two checks that the server's parent is alive
 
-start_lock = threading.RLock()  # held while ranks are started, so that a fresh one isn't taken for an orphan
+start_lock = threading.RLock()  # held while ranks are started, so that a fresh one isn't mistaken for an orphan
 is_rank = False  # `run_rank` sets it
 
 
@@ -81,13 +81,13 @@ def ready_to_start(start_method: str) -> Iterator[None]:
 def _tidy_up_on_sigterm() -> None:
     """Make SIGTERM remove this process's temporary folders before it ends; the server's socket is in one of them.
 
-    That's how Jupyter ends every kernel that has launched ranks: asked to shut down, a kernel first waits for its
-    children, and one of them, multiprocessing's resource tracker, waits for the kernel.
+    That's how Jupyter ends every kernel that has launched ranks: when asked to shut down, a kernel first waits for
+    its children, and one of them, multiprocessing's resource tracker, waits for the kernel.
     """
 
     def tidy_up_and_end(number: int, frame: object) -> None:
         for rank in multiprocessing.active_children():
-            rank.kill()  # else multiprocessing waits for it
+            rank.kill()  # otherwise, multiprocessing waits for it
         atexit._run_exitfuncs()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
@@ -99,7 +99,7 @@ def _tidy_up_on_sigterm() -> None:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold back interrupts until the end of the block, so that either all ranks are started or stopped, or none is."""
+    """Hold back interrupts until the end of the block, so that either all ranks are started or stopped, or none are."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread gets interrupts
         return
@@ -168,7 +168,7 @@ def _children(pid: int) -> set[int]:
 
 
 def _serve(parent: int) -> None:
-    """In the server: adopt orphans, and end everything below it when its parent ends, even if that's killed."""
+    """In the server: adopt orphans, and end everything below it when its parent ends, even if the parent is killed."""
     os.setsid()  # Jupyter kills a kernel together with its process group
     adopt_orphans()
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an orphan's

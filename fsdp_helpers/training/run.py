@@ -102,7 +102,7 @@ def train_each(
         configs = {name: replace(config, **changes) for name, changes in variants.items()}
         for name, one in configs.items():
             if one.checkpoint_dir is not None:
-                raise ValueError(f"{name}: train_each saves no checkpoints; leave checkpoint_dir out, or call train")
+                raise ValueError(f"{name}: train_each can't save checkpoints; leave checkpoint_dir out, or call train")
             device = _check_ranks(one, world_size, device)
             prepare_run_data(one)
     settings = {"world_size": world_size, "device": device, "progress": progress}

@@ -1,4 +1,4 @@
-"""Fine-tune any causal language model in `transformers` with FSDP2. Besides torch, it needs `pip install transformers`.
+"""Fine-tune any causal language model in `transformers` with FSDP2. Besides torch, it needs transformers.
 
 Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs, or the CPU if there are
 fewer GPUs than ranks.
@@ -11,8 +11,8 @@ many documents as fit are packed into a row, unless the model's attention would 
 in RUN, and so does the finished model (or the adapter), in its own folder.
 
 Run the same command again to continue from the newest checkpoint, on any number of ranks. Between two runs, you may
-change --lr, --warmup, --steps, --epochs, and whatever doesn't affect the result. A different --batch, --length, --seed,
---held-out, data or kind of training is refused; use a new RUN for those.
+change --lr, --warmup, --steps, --epochs, and anything that doesn't affect the result. A different --batch, --length,
+--seed, --held-out, data or kind of training is refused; use a new RUN for those.
 """
 
 import argparse
@@ -565,7 +565,7 @@ def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]
         units = {name: module for name, module in modules.items() if type(module).__name__ == class_name}
         if not units:
             known = sorted({type(module).__name__ for module in modules.values()})
-            refuse(f"--unit {class_name}: the model has no such class; its classes are {', '.join(known)}")
+            refuse(f"--unit {class_name}: the model has no such class; it has {', '.join(known)}")
         return units
     lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList)}
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
@@ -813,7 +813,7 @@ def load_newest(loss: TokenLoss, optimizer: torch.optim.Optimizer, run: Path) ->
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return all files that don't hold weights: configuration, tokenizer, chat template ..."""
+    """Return all files that don't hold weights, such as the configuration, tokenizer and chat template."""
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(WEIGHTS))
 
 
@@ -982,7 +982,7 @@ def train(
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak so far, in bytes: the tensors' on a GPU, or the process's on the CPU."""
+    """Return the peak memory so far, in bytes: of the tensors on a GPU, or of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
