@@ -46,7 +46,7 @@ def setting(
         "choices": choices,
         "at_least_one": at_least_one,
         "changes_losses": changes_losses,
-        "placeholder": placeholder,  # shown for the value in --help
+        "placeholder": placeholder,  # stands for the value in --help
         "flag": flag,
         "factor": factor,
     }

@@ -18,7 +18,7 @@ from fsdp_helpers.config import require_choice
 VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the environment variable, and the value that hides every GPU
 DRIVER = "libcuda.so.1"
 TRIAL_S = 60.0
-# Counting GPUs doesn't touch them. Computing does, so we try that only if ranks are about to compute there.
+# Counting GPUs doesn't touch them. Computing does, so we try that only if ranks are about to use them.
 TRIAL = """
 import sys, torch
 count, wanted = torch.cuda.device_count(), int(sys.argv[1])

@@ -34,7 +34,7 @@ SAFETENSORS_TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-CHUNK_BYTES = 2**20  # read at a time; this much memory is needed on top of the tensor
+CHUNK_BYTES = 2**20  # read at a time; this much memory is needed in addition to the tensor
 
 
 @dataclass(frozen=True, kw_only=True)

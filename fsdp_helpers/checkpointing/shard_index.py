@@ -157,7 +157,7 @@ def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
 class SafeReader(dcp.FileSystemReader):
     """A reader of sharded checkpoints that never runs code: the index may contain only known record types and tensors.
 
-    Raises CheckpointError for anything else. (torch itself reads the tensors with `weights_only=True`.)
+    Raises CheckpointError for anything else. (torch reads the tensors with `weights_only=True`.)
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

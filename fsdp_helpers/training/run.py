@@ -60,7 +60,7 @@ def train(
     view, starting = _live_view() if watched else ProgressBar(), f"training, {count_ranks(world_size)} on {device}"
     with closing(view):
         with shown_by_message(ValueError, DataError, CheckpointError):
-            if progress and on_data is None:  # otherwise, a line about the data comes first
+            if progress and on_data is None:  # otherwise, a line about the data is printed first
                 view.start(starting)
             source = prepare_run_data(config)
             if on_data is not None:

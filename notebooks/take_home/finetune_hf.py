@@ -272,7 +272,7 @@ def document_of_messages(messages: list[dict], tokenizer) -> Document:
 def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
     """Return a document's tokens, and for each one whether it counts in the loss.
 
-    We encode each segment by itself, as at inference time, when the prompt is encoded before there's an answer.
+    We encode each segment separately, as at inference time, when the prompt is encoded before there's an answer.
     """
     if not any(text for text, is_learned in document.segments if is_learned):
         return [], []
