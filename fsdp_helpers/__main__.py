@@ -140,7 +140,7 @@ def run() -> NoReturn:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:  # the program reading the output, such as `head`, has closed its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for whatever Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at exit
         status = FAILED
     except KeyboardInterrupt:  # in the first seconds, while torch is being loaded
         status = _complain(INTERRUPTED, "interrupted; nothing was started")

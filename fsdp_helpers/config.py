@@ -39,14 +39,14 @@ def setting(
     """Return a dataclass field for a setting; the command line turns it into a flag.
 
     If it `changes_losses`, a resumed run must have the same value. `flag` is the flag's name if it differs from the
-    field's. The field's value is the flag's value times `factor`, for example to turn GB into bytes.
+    field's name. The field's value is the flag's value times `factor`, for example to turn GB into bytes.
     """
     metadata = {
         "meaning": meaning,
         "choices": choices,
         "at_least_one": at_least_one,
         "changes_losses": changes_losses,
-        "placeholder": placeholder,  # shown for the value in --help
+        "placeholder": placeholder,  # stands for the value in --help
         "flag": flag,
         "factor": factor,
     }
@@ -245,7 +245,7 @@ class TrainConfig:
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
                 f"strategy 'local' trains in one process, but world_size is {world_size}; "
-                "use strategy 'ddp' for several, or world_size 1"
+                "use strategy 'ddp' for several processes, or world_size 1"
             )
         if self.sharding == "hybrid" and (world_size < 4 or world_size % 2):
             raise ValueError(

@@ -18,7 +18,7 @@ from fsdp_helpers.config import require_choice
 VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the environment variable, and the value that hides every GPU
 DRIVER = "libcuda.so.1"
 TRIAL_S = 60.0
-# Counting GPUs doesn't touch them. Computing does, so we try that only if ranks are about to compute there.
+# Counting GPUs doesn't touch them. Computing does, so we try that only if ranks are about to use them.
 TRIAL = """
 import sys, torch
 count, wanted = torch.cuda.device_count(), int(sys.argv[1])
@@ -46,7 +46,7 @@ class Gpus:
 def find_gpus(wanted: int = 0) -> Gpus:
     """Count the GPUs; if `wanted` isn't 0 and there are at least that many, also try a computation on the first.
 
-    The first call takes as long as loading torch; without a driver, calls cost nothing.
+    The first call takes as long as loading torch; without a driver, it takes no time.
     """
     return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
 

@@ -198,7 +198,7 @@ class SavingRecord:
     waiting_s: float  # how long training is blocked
     total_s: float  # until the checkpoint is complete
     disk_bytes: int  # of all files together
-    extra_bytes: int  # the most that saving allocates on the training device, on top of the state
+    extra_bytes: int  # the most that saving allocates on the training device, in addition to the state
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
-    """Set `model` and `optimizer` to `state`. A parameter without moments in `state` loses the ones it has."""
+    """Set `model` and `optimizer` to `state`. A parameter without moments in `state` loses its current ones."""
     with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
             set_model_state_dict(model, state.model)

@@ -118,7 +118,7 @@ def likeness(one: frozenset[str], other: frozenset[str]) -> float:
 
 
 def weight(words: Iterable[str]) -> float:
-    """Return the sum of the words' weights; a pair of neighbors counts half, or nothing if it's on no card."""
+    """Return the sum of the words' weights; a pair of neighbors counts half, or nothing if no card has it."""
     return sum(rarity().get(word, 0.0) / 2 if " " in word else rarity().get(word, UNKNOWN_WORD) for word in words)
 
 

@@ -99,7 +99,7 @@ class MemoryTrace:
         self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
-        """Return the last phase called `name`: its times from its start, and its curve less `uncounted_bytes`.
+        """Return the last phase called `name`: its times from its start, and its curve minus `uncounted_bytes`.
 
         Raises ValueError if there's no phase with that name.
         """

@@ -1,4 +1,4 @@
-"""Plan your own model: measure one step of one process, and calculate everything else.
+"""Plan your own model: measure one step in one process, and calculate the rest.
 
 A model on the meta device has no values, so its step runs on fake tensors, counting the memory that fused GPU kernels
 would need. A model with values is measured on its batch's device.

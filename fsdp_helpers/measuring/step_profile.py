@@ -171,7 +171,7 @@ def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -
 
 
 def _measured_in(run: RunRecord) -> tuple:
-    """Return the settings that `measure_run` depends on. Sharding matters only for which units are recomputed."""
+    """Return the settings that `measure_run` depends on. Sharding affects only which units are recomputed."""
     config = run.config
     images = config.global_batch_size, run.world_size, config.micro_batches
     recomputed = config if config.activation_checkpointing != "none" else None

@@ -56,7 +56,7 @@ class Cells:
         # It's called `__main__`, as in a script, so that code from the notebook can be copied into one.
         module = types.ModuleType("__main__")
         module.__file__ = CELLS
-        # With this, processes that a cell starts don't try to import its module.
+        # This way, processes that a cell starts don't try to import its module.
         module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)
         module.__dict__.update(rank=rank, world_size=world_size, device=rank_device())
         sys.modules["__main__"] = module

@@ -100,7 +100,7 @@ def keep_freed_memory() -> None:
 def nccl_raises_on_timeout() -> bool:
     """Return True if NCCL raises an error in a rank whose wait times out.
 
-    By default, NCCL's `wait()` returns at once, and a watchdog later aborts a healthy process (SIGABRT) without naming
+    By default, NCCL's `wait()` doesn't wait, and a watchdog later aborts a healthy process (SIGABRT) without naming
     the missing rank. With this setting, `wait()` waits and raises, so the roll call can run, but communication no longer
     overlaps with computation. DDP, which never calls `wait()`, would hang, hence `wait_for_buckets`.
     """
@@ -150,7 +150,7 @@ def gather_over_ranks(value: object) -> list:
 
 # ---------------------------------------------------------------- the roll call
 #
-# A collective that times out says so on every waiting rank, but doesn't name the missing one. So the waiting ranks take
+# A collective that times out raises on every waiting rank, but doesn't name the missing one. So the waiting ranks take
 # a roll call in the store where the group met. Each rank signs in; one that doesn't do so is stopped, stuck, or gone.
 
 
@@ -170,7 +170,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     Every rank of the group has to enter the block. Under torchrun, a rank kills the silent ones on its own machine.
     """
     timeout_s = timeout_s or LONGEST_WAIT_S
-    agent = os.environ.get("GROUP_RANK")  # the number of this rank's torchrun; `launch` ends its ranks itself
+    agent = os.environ.get("GROUP_RANK")  # the number of this rank's torchrun; `launch` ends its own ranks
     processes = gather_over_ranks((agent, os.getpid())) if agent else []
     began_s = time.monotonic()
     try:
@@ -183,7 +183,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
             raise
-        # torchrun itself would wait 30 s for a stopped rank to end.
+        # torchrun would wait 30 s for a stopped rank to end.
         for pid in [pid for rank, (its_agent, pid) in enumerate(processes) if rank in silent and its_agent == agent]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -145,7 +145,7 @@ class Ranks(AbstractContextManager):
         return answers
 
     def _find_cause(self, cell: str) -> tuple[int, Failure] | None:
-        """Return the rank that failed by itself or missed a collective, and its failure; None if all went well."""
+        """Return the rank that failed on its own or missed a collective, and its failure; None if all went well."""
         if cause := self._processes.find_cause():
             rank, failure = cause
             if not failure.details and (line := self._processes.notes.get(rank)):  # it can't report it anymore
@@ -276,7 +276,7 @@ def run_cell(line: str, cell: str) -> None:
     if not (opened := open_ranks()):
         raise RuntimeError("no ranks are open; open some first: ranks = Ranks(2)")
     try:
-        # The magic itself is the cell's first line.
+        # The magic is the cell's first line.
         opened[-1].run(f"\n{cell}", chosen, f"Cell In[{get_ipython().execution_count}]")
     except SyntaxError as error:  # for which IPython would show our own lines, too
         refusal = RuntimeError("".join(traceback.format_exception_only(error)).rstrip())

@@ -74,7 +74,7 @@ def run_rank(
         answer = body(rank, world_size, group, send, link)
     except BaseException as error:
         send("answer", Answer(None, failure=Failure(*describe_error(error))))
-    # Do what Python does at exit, waiting for threads included, except for the cleanup of its own objects: gloo's threads
+    # Do what Python does at exit, such as waiting for threads, but skip the cleanup of its own objects: gloo's threads
     # outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     server.end_own_children()
     threading._shutdown()  # as multiprocessing does; it first tells thread pools to end, including torch.compile's

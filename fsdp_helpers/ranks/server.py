@@ -34,7 +34,7 @@ PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
     "fsdp_helpers.ranks.server",  # comes last, because it freezes everything loaded so far
 ]
 # glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:
-# gloo's would otherwise get heaps of their own, of at most 64 MB each. There's no per-thread cache of small blocks: a
+# gloo's would otherwise get separate heaps, of at most 64 MB each. There's no per-thread cache of small blocks: a
 # scrap that's cut off an aligned buffer would stay there, and leave a gap slightly too small for the same buffer.
 MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
@@ -122,7 +122,7 @@ def end_orphans() -> None:
 
 def check_not_a_rank() -> None:
     """Exit or raise if this is a rank that has reached a launch while importing the script or its worker's module."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing itself checks this, too
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing checks this, too
         os._exit(NO_MAIN_GUARD)  # the parent is told by this exit status
     if is_rank:
         raise RuntimeError(
@@ -141,7 +141,7 @@ def adopt_orphans() -> None:
 
 
 def end_own_children() -> None:
-    """End everything this process has started or adopted, since it's about to end itself."""
+    """End everything this process has started or adopted, since it's about to end, too."""
     for child in multiprocessing.active_children():
         child.kill()
     end_children(os.getpid())

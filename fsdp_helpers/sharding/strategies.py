@@ -40,7 +40,7 @@ BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefe
 
 
 def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Keep the full model in one process."""
+    """Keep the full model, in one process."""
     return recompute_units(model, config).to(device)
 
 

@@ -64,7 +64,7 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
 
 
 def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
-    """Append to `names` the units in `module`, itself included; return how many parameters they have.
+    """Append to `names` the units in `module`, including itself; return how many parameters they have.
 
     The policy is called twice: to decide whether to look at the children, and then, given the number of parameters
     left over, whether `module` is a unit.
