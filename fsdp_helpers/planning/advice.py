@@ -12,7 +12,7 @@ MOST_RANKS = 4096
 MOST_DOUBLINGS = 12  # of the batch, in the search for the fastest plan
 FEWEST_CHUNKS, MOST_CHUNKS = 8, 64  # of the loss, that we suggest
 AS_FAST = 0.02  # plans whose speeds differ by less than this count as equally fast
-# Notebook 15 shows each of these ways beyond FSDP; this planner can't plan them.
+# Notebook 15 shows each of these ways to go beyond FSDP; the planner can't plan them.
 BEYOND = {
     "activations": "split sequences or layers across ranks (context or tensor parallelism)",
     "unsharded units": "split layers or spread experts across ranks (tensor or expert parallelism)",
@@ -64,7 +64,7 @@ def _host_sentence(plan: Plan) -> str:
 
 
 def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
-    """Return the changes in words, in order, with the peak after each; and what to do if they aren't enough."""
+    """Return the changes in words, in order, with the peak after each, and what to do if they aren't enough."""
     last = changes[-1][1] if changes else plan
     steps = [f"{text} (peak {format_bytes(plan.peak.bytes)})" for text, plan in changes]
     if last.fits:
@@ -101,7 +101,7 @@ def _is_better(changed: Plan, plan: Plan) -> bool:
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
     """Yield each change that's still possible and the plan it leads to, cheapest first.
 
-    Each has its cost: more units add latency; reducing after every micro-batch sends more; bf16 loses some precision
+    Each has a cost: more units add latency; reducing after every micro-batch sends more; bf16 loses some precision
     where it matters little; a chunked loss computes the head's forward twice; recomputation takes a third more
     arithmetic; a smaller batch needs more all-gathers for the same number of items; 8-bit moments need an extra
     library; more ranks cost money; pure bf16 loses small updates; and with offloading, every step waits for the host.
@@ -159,7 +159,7 @@ def held_back(plan: Plan, subject: Subject) -> Plan | None:
 def fastest(plan: Plan, subject: Subject) -> Plan | None:
     """Return the fastest plan that fits on the same cluster in the same precision; None if none does.
 
-    It's also None if no rate is known. The search starts with one sequence per rank and doubles the batch until the
+    Also returns None if no rate is known. The search starts with one sequence per rank and doubles the batch until the
     plan no longer fits. It does so for each recomputation setting, and for sharding across all ranks or within each
     node. Of equally fast plans, it takes the one with the lowest peak.
     """

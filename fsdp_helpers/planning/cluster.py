@@ -73,7 +73,7 @@ class Cluster:
         for name in ("world_size", "ranks_per_node"):
             require_whole(name, getattr(self, name))
         if self.world_size > MOST_RANKS:
-            raise ValueError(f"world_size is {self.world_size:,}; the most that can be planned is {MOST_RANKS:,} ranks")
+            raise ValueError(f"world_size is {self.world_size:,}; the planner supports at most {MOST_RANKS:,} ranks")
         if self.device_memory_bytes is None:
             raise ValueError("the device's memory is missing; give --device-memory-gb, or name a --device")
         for one in fields(self):

@@ -1,6 +1,6 @@
 """Devices by name: memory, rates, links, and the share of the peak rate that training reaches. No torch import.
 
-Rates are the data sheets' dense rates, without sparsity. Link rates are for one direction, while data sheets add up
+Rates are the data sheets' dense rates, without sparsity. Link rates are for one direction, while data sheets count
 both. The fp32 rate is the one you get with torch's defaults, which don't use TF32.
 
 The share is the fraction of the peak rate that matrix products reach while they aren't waiting for anything. It's the
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 GB, TERA = 10**9, 10**12
 TYPICAL_RANGE = 0.25  # how far published runs on a device are above or below its share
-RECOMPUTED_GAIN = 1.15  # if blocks are recomputed, batches and products are larger, so the share is higher
+RECOMPUTED_GAIN = 1.15  # if blocks are recomputed, batches and matrix products are larger, so the share is higher
 ATTENTION_COST = 1.25  # the time of an operation in attention, relative to one in a matrix product
 LINK_SHARE = 0.8  # of the data sheet's rate: 8 H100s all-gather at 360 of 450 GB/s (all_gather_perf's busbw)
 

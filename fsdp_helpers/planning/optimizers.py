@@ -1,4 +1,4 @@
-"""Calculate the bytes that optimizers hold between steps, and those they have in flight during one. No torch import.
+"""Calculate the bytes that optimizers hold between steps, and the bytes in flight during a step. No torch import.
 
 A step's temporaries are those of torch 2.15, `torch/optim`. Adam in one fused kernel has none. Its `foreach`
 implementation (torch's default on a GPU) computes all square roots before it uses the first. Its loop over parameters

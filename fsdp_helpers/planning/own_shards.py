@@ -1,4 +1,4 @@
-"""Calculate exactly how many bytes a rank holds between two steps: its own shards, without padding. No torch import.
+"""Calculate exactly how many bytes a rank holds between steps: its own shards, without padding. No torch import.
 
 Ranks hold different amounts. FSDP2 splits 10 rows across 4 ranks into 3, 3, 3 and 1. FSDP1 splits its flat tensor into
 equal shards, but a shard can end in the middle of a parameter and can contain padding.

@@ -61,7 +61,7 @@ def walk_step(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> Step:
-    """Walk through a steady step of `config` on the rank with the largest shards; return the step.
+    """Walk through a steady step of `config` on the rank with the largest shards, and return it.
 
     `profile` describes a step on one micro-batch. `units` names the FSDP units below the root; if it's empty, the model
     is one unit. With `backend` "gloo", a running collective needs a copy of its full tensor; with "fake" or "nccl", it
@@ -108,9 +108,9 @@ def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
     mixed = frozen_beside_trained(profile, units)
     if mixed != profile.thawed:
         raise ValueError(
-            "if any parameter in a unit is trained, FSDP1 gives all of the unit's parameters gradients: here, that's "
-            f"{len(mixed)} frozen ones, but the step was measured with {len(profile.thawed)}. Measure it with this "
-            "plan's units as flat_units, or use FSDP2"
+            "if any parameter in a unit is trained, FSDP1 computes gradients for all of them: here, for "
+            f"{len(mixed)} frozen parameter(s), but the step was measured with {len(profile.thawed)}. Measure it with "
+            "this plan's units as flat_units, or use FSDP2"
         )
 
 

@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def communication_s(self) -> float:
-        """Return the seconds for which a rank's links are busy in a step."""
+        """Return the number of seconds that a rank's links are busy in a step."""
         return self.time.communication_s if self.time else self.sent_bytes / self.cluster.bandwidth_bytes_per_s
 
     @property
@@ -195,12 +195,12 @@ class Plan:
 
     @property
     def items_per_step(self) -> int:
-        """Return the number of items in a step, over all ranks."""
+        """Return the number of items in a step, across all ranks."""
         return self.settings.batch * self.settings.micro_batches * self.cluster.world_size
 
     @property
     def items_per_s(self) -> tuple[float, float] | None:
-        """Return the items per second over all ranks, for the shortest and for the longest step."""
+        """Return the items per second across all ranks, for the shortest and the longest step."""
         return (self.items_per_step / self.step_s[0], self.items_per_step / self.step_s[1]) if self.step_s else None
 
     @property
@@ -258,7 +258,7 @@ def make_plan(subject: Subject | str, settings: Settings, cluster: Cluster) -> P
     """Plan `subject`, or the model with that name, on `cluster`.
 
     We assume that devices can offload to a host, and that NCCL's collectives don't copy. Raises ValueError for an
-    unknown name, and if the settings can't work on that number of ranks.
+    unknown name, or if the settings can't work on that number of ranks.
     """
     if isinstance(subject, str):
         subject = named_subject(subject)

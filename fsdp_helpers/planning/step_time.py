@@ -26,7 +26,7 @@ class StepTime:
     """How long a step takes, and why: seconds of arithmetic, communication and the optimizer."""
 
     arithmetic_s: float
-    communication_s: float  # the time for which the links are busy
+    communication_s: float  # how long the links are busy
     optimizer_s: float
     estimate_s: float
     shortest_s: float
@@ -36,7 +36,7 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds for which arithmetic waits for collectives or for the host."""
+        """Return the number of seconds that arithmetic waits for collectives or for the host."""
         return self.estimate_s - self.arithmetic_s - self.optimizer_s
 
 
@@ -85,7 +85,7 @@ def _longest_forward_s(spans: Sequence[Span]) -> float:
 
 
 class _Seconds:
-    """A function from a task to its seconds. A unit's operations are split among its arithmetic tasks."""
+    """Maps a task to its time in seconds. A unit's operations are split among its arithmetic tasks."""
 
     def __init__(
         self, tasks: Sequence[Task], unit_flops: Mapping[str, float], speed: Speed, backward_factor: float, parts: int

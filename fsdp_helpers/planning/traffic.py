@@ -1,4 +1,4 @@
-"""Calculate the bytes that a rank sends for one collective, and the values that are padded. No torch import.
+"""Calculate the bytes that a rank sends for one collective, and the size of a padded unit. No torch import.
 
 N ranks in a ring split a tensor into N parts, and each rank passes on one part at a time: N - 1 times until the sums
 are complete (a reduce-scatter), and N - 1 times until every rank has all parts (an all-gather). An all-reduce does
@@ -20,7 +20,7 @@ def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: 
     """Return the bytes that a rank sends for a collective across `num_ranks` ranks, rounded to whole bytes.
 
     `full_bytes` is the size of the full tensor, padding included: an all-gather's output, or a reduce-scatter's input.
-    `is_root` is true on the rank from which a broadcast or scatter sends, or to which a gather or reduce sends. Raises
+    `is_root` is true on the rank that a broadcast or scatter sends from, or that a gather or reduce sends to. Raises
     ValueError for an unknown operation.
     """
     parts_sent = {  # a part is full_bytes / num_ranks
@@ -52,7 +52,7 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
     backward has computed the last of its gradients, and forward and the optimizer never overlap with communication.
     Headers add to the bytes: with TCP over Ethernet, they're 66 of the 1,514 bytes in a packet, not counting
     acknowledgments and retransmissions. ShallowNet under DDP hides nothing, since most of its bytes belong to one
-    layer: its steps took 1.00 to 1.25 times the sum of both (`notebooks/reference/bandwidth.json`). Source: S. Li et
+    layer: its steps took 1.00 to 1.25 times the sum of the two (`notebooks/reference/bandwidth.json`). Source: S. Li et
     al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
     """
     return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)

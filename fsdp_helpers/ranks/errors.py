@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-RUNS_CODE = re.compile(
-    r"/fsdp_helpers/ranks/(rank|launch|cells)\.py$"
-)  # they call a rank's code; tracebacks leave them out
+# These files call what a rank runs; tracebacks leave them out.
+RUNS_CODE = re.compile(r"/fsdp_helpers/ranks/(rank|launch|cells)\.py$")
 
 
 @dataclass(frozen=True)

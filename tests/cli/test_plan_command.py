@@ -250,7 +250,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"strategy": "local"}, "strategy 'local' trains in one process"),
         ({"device": "t4", "precision": "bf16"}, "T4 doesn't support bf16"),
         ({"device": "h1000"}, "--device: invalid choice: 'h1000'"),
-        ({"world_size": "10000000000"}, "the most that can be planned is 1,048,576 ranks"),
+        ({"world_size": "10000000000"}, "the planner supports at most 1,048,576 ranks"),
         ({"context": "8"}, "--context is only for language models"),
         ({"loss_chunks": "0"}, "loss_chunks is 0"),
         ({"width": "8"}, "--width works only with --llama or --vit"),
@@ -286,7 +286,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"heads": "0"}, "--heads works only with --llama or --vit"),
         ({"total": "10"}, "GPU-hours need a rate; name a --device, or give --tflops"),
         ({"sharding": "hybrid", "replicas": "3"}, "use a multiple of 3"),
-        ({"sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
+        ({"sharding": "none"}, "sharding 'none' exists only in FSDP1"),
         ({"json": "no-such-folder/plan.json"}, "the folder no-such-folder doesn't exist"),
     ],
 )

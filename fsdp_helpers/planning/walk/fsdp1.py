@@ -58,7 +58,8 @@ class FlatParameters:
         if not self._backward_runs:
             self._shards.compute("forward", unit)
         if unit.parameters:
-            # The first use's position. But torch takes 0 to mean no position, so the first unit gets its second use's
+            # The position of the first use. But torch takes 0 to mean no position, so the first unit gets that of its
+            # second use.
             self._places[name] = self._places.get(name) or len(self._forwards)
             self._forwards.append(unit)
             if name in self._entered:  # a unit computed under no_grad has no backward, and is never prefetched for one
@@ -67,7 +68,7 @@ class FlatParameters:
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
-        """Unshard the unit, unless it already is, and prefetch the next one; only once, even if it's used again."""
+        """Unshard the unit, unless it already is, and prefetch the next one; only the first use does this."""
         self._backward_runs = True
         unit = self.units[name]
         if name in self._in_backward:
@@ -81,7 +82,7 @@ class FlatParameters:
             self._gather_next(unit)
 
     def gradient(self, name: str) -> None:
-        """Take a gradient. FSDP1 acts once the unit's last gradient is there."""
+        """Take a gradient. FSDP1 acts when the unit's last gradient arrives."""
         unit = self._shards.unit_of(name)
         self._shards.take_gradient(name, self._shards.sizes.gathered)
         self._missing[unit.name] -= 1
@@ -142,7 +143,7 @@ class FlatParameters:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Free units that were unsharded for a backward that never came, and frozen parameters that went unused."""
+        """Free units that were unsharded for a backward that never ran, and frozen parameters that went unused."""
         for unit in self.units.values():
             self._shards.free_gathered(unit)
         self._forwards.clear()

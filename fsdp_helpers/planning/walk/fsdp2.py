@@ -120,7 +120,7 @@ class FullyShard:
         self._free_sent()
         self._free_copied()
         for unit in self.units.values():
-            self._shards.free_buffer(GATHER, unit)  # all-gathered for a backward that never came
+            self._shards.free_buffer(GATHER, unit)  # all-gathered for a backward that never ran
         self._order.clear()
         self._uses.clear()
         self._done.clear()

@@ -149,7 +149,7 @@ class Shards:
         return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
 
     def update(self) -> None:
-        """Hold the optimizer step's temporaries, on top of all shards, and free them."""
+        """Hold the optimizer step's temporaries, on top of all shards, then free them."""
         if self._offloads:
             return
         largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)
@@ -207,7 +207,7 @@ class Shards:
         self.free_buffer(LAID_OUT, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield two shapes for each parameter that has a gradient: its own, and padded to equal shards."""
+        """Yield two shapes for each parameter that has a gradient: its own, and that shape padded to equal shards."""
         for name in self.waiting(unit):
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)

@@ -112,7 +112,7 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
 
 
 class SmallTransformer(nn.Module):
-    """The transformer to shard: `embed`, eight equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
+    """The transformer to shard: `embed`, eight equal `blocks`, and `head`. (B, WIDTH) -> (B, CLASSES)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class TrainedHooks:
     losses: list[float]
     right: list[float]  # the losses in one process
     num_gathers: int  # in the last step
-    left: dict[str, int]  # by moment, the blocks' bytes of full parameters while no block computes
+    left: dict[str, int]  # by moment, the bytes of full parameters in all blocks while none computes
     most_whole: int  # the most blocks that are unsharded at once while one computes
 
 
@@ -276,7 +276,7 @@ class ShardedBlock:
 
 
 class Onlooker:
-    """A recorder of the blocks' bytes of full parameters, and of the largest number of blocks unsharded at once."""
+    """Records the bytes of full parameters in the blocks, and the largest number of blocks unsharded at once."""
 
     def __init__(self, blocks: list[ShardedBlock]) -> None:
         self.blocks = blocks
@@ -296,7 +296,7 @@ class Onlooker:
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
     def watch(self, module: Block, block: ShardedBlock) -> None:
-        """Observe every call of a layer of `module`."""
+        """Observe every call to a layer in `module`."""
         for layer in (module.first, module.second):
             layer.register_forward_pre_hook(lambda *_: self.computing(block, "forward"))
             layer.register_full_backward_pre_hook(lambda *_: self.computing(block, "backward"))

@@ -90,7 +90,7 @@ def check_plan(module: str = "my_plan") -> str:
         fitting = [count for count in range(case["num_blocks"] + 1) if _fits(count, **case)]
         says = f"for {', '.join(f'{name}={value:,}' for name, value in case.items())}, your function returns {given}; "
         if given is None:
-            expect(not fitting, f"{says}there's a number of blocks that fits both memories")
+            expect(not fitting, f"{says}there's a number of blocks that fits in both memories")
             continue
         expect(0 <= given <= case["num_blocks"], f"{says}the model has only {case['num_blocks']} blocks")
         expect(given in fitting, f"{says}{_what_is_too_small(given, case)}")

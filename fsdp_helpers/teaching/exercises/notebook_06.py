@@ -171,7 +171,7 @@ def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
         f"complete checkpoint",
     )
     expected = list(range(newest_whole, LOOP_STEPS))
-    expect(steps == expected, f"{says}takes the steps {[step + 1 for step in steps]} instead of each step once")
+    expect(steps == expected, f"{says}takes the steps {[step + 1 for step in steps]} instead of taking each step once")
 
 
 def run_readers_loop(

@@ -67,7 +67,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
     ratio = step["norm"] / step["right_norm"]
     expect(
         abs(ratio - 1) < TOLERANCE,
-        f"{says}the gradient is {ratio:.2f} times as long as in one process",
+        f"{says}the gradient's norm is {ratio:.2f} times the norm in one process",
         "wrong-summed-loss",
     )
     given = step["given_norm"]
@@ -87,8 +87,8 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
 def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
     """Run the reader's steps; return each step's passes, reduce-scatters and gradient norms.
 
-    The norms are the one that the reader returns, the accumulated gradient's before and after that call, and the one
-    in a single process.
+    There are four norms: the one that the reader's function returns, those of the accumulated gradient before and after
+    that call, and the one in a single process.
     """
     add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
     model, plain = shard_net(world_size), build_net()
@@ -121,7 +121,7 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def as_number(given: Any) -> float | str:
-    """Return a number or a plain one-value tensor as a float; for anything else, even a DTensor, its type's name."""
+    """Return a number or a plain one-value tensor as a float; for anything else, even a DTensor, return its type name."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__
 

@@ -153,7 +153,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.extra_bytes <= START_EXTRA_BYTES,
-        f"{says}start_sharded needs {format_bytes(found.extra_bytes)} on top of the sharded model, room for several "
+        f"{says}start_sharded needs {format_bytes(found.extra_bytes)} on top of the sharded model, enough for several "
         "layers; is the full model in memory for a moment?",
     )
     expect(
@@ -169,7 +169,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     expect_same_losses(
         found.losses,
         found.right,
-        f"{says}the losses aren't those of rank 0's weights",
+        f"{says}the losses don't match those of a run with rank 0's weights",
         "wrong-different-seeds",
     )
 

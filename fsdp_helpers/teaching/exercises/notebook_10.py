@@ -221,7 +221,7 @@ def _signal_of(told: str) -> int:
 
 # ---------------------------------------------------------------- the requirements
 
-NODES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")  # of the job, submitted as its script asks
+NODES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")  # of the job, submitted as its script requests
 FEWER = ("gpu-5", "gpu-7")  # of the same script, submitted with `sbatch --nodes=2`
 PARTITION, ACCOUNT = "a100", "vision"
 LONGEST_S, LEAD_S = 2 * 3600, 300  # a job's time limit, and the time from the signal to that limit
@@ -234,7 +234,7 @@ def check_job_script(path: str) -> str:
     expect(isinstance(path, str), f"the answer is {path!r}; it should be the name of your script, as a string")
     expect(Path(path).is_file(), f"there is no {path} here; run the cell that writes it")
     text = Path(path).read_text()
-    expect(text.startswith("#!"), "the first line has to say which shell runs the script: #!/bin/bash")
+    expect(text.startswith("#!"), "the first line has to name the shell that runs the script: #!/bin/bash")
     told = read_directives(text)
     _check_directives(told)
     first = _run_to_its_end(path, told, job=4_242_001)
@@ -363,7 +363,7 @@ def _check_torchruns(done: Done, nodes: tuple[str, ...]) -> None:
         )
         expect(
             port.isdigit() and 1024 <= int(port) < 65_536,
-            f"torchrun --rdzv-endpoint={endpoint}: a port from 1024 to 65535 is needed",
+            f"torchrun --rdzv-endpoint={endpoint}: the port has to be between 1024 and 65535",
         )
         expect(
             options.max_restarts == 0 or torchrun.fresh_store == "1",

@@ -89,7 +89,7 @@ def cause_of(failure: Failure) -> str:
 
 @exercise("11")
 def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
-    """Compare each answer with its case: symptom, cause, fix."""
+    """Compare each answer with its case: symptom, cause and fix."""
     for number, case in enumerate(cases.cases, start=1):
         answer = answers.get(number)
         expect_answered(answer)
@@ -108,7 +108,7 @@ def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]
     expect(symptom == case.fault.symptom, f"case {number}: read its output again; that isn't its symptom")
     known = [cause_of(failure) for failure in RUN]
     expect(cause in known, f"case {number}: {cause!r} isn't one of the causes in the list")
-    wrong_cause = f"case {number}: `{cause}` looks different; compare *How to tell* on the cards of its symptom"
+    wrong_cause = f"case {number}: `{cause}` looks different; compare *How to tell* on the cards for its symptom"
     expect(cause == cause_of(case.fault), wrong_cause)
     expect(letter in fixes, f"case {number}: {letter!r} isn't one of the letters {', '.join(fixes)}")
     expect(fixes[letter] == case.fault.fix, f"case {number}: the cause is right, but fix {letter} doesn't address it")

@@ -35,7 +35,7 @@ SHAPE = LlamaShape(
     width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4, tied=True
 )
 NUM_UNITS = SHAPE.depth + 1
-# The lengths of a batch's documents, by rank and micro-batch; documents differ in number and length. A zero is an
+# The lengths of a batch's documents, by rank and micro-batch; their number and their lengths vary. A zero is an
 # empty row.
 LENGTHS = {
     2: (((40, 3, 17, 0), (9,)), ((30,), (25, 6))),
@@ -65,7 +65,7 @@ def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = R
 
 
 def _expect_documents(found: dict[str, float], says: str) -> None:
-    """Check the gradient's direction before its length, since only the direction gives a mean of means away."""
+    """Check the gradient's direction before its norm, since only the direction reveals a mean of means."""
     expect(found["reduced"] > 0, f"{says}no gradients were reduced; which backward should reduce them?")
     expect(
         found["computed"] <= found["own"],
@@ -77,13 +77,13 @@ def _expect_documents(found: dict[str, float], says: str) -> None:
     )
     expect(
         found["turned"] < TOLERANCE,
-        f"{says}the gradient's direction is wrong by {found['turned']:.0%} of its length; "
-        "does every token have the same weight, whatever its part and rank?",
+        f"{says}the gradient's direction is off by {found['turned']:.0%} of its norm; "
+        "does every token have the same weight, no matter which part and rank it's in?",
         "wrong-mean-of-means",
     )
     expect(
         abs(found["length"] - 1) < TOLERANCE,
-        f"{says}the gradient is {found['length']:.3f} times as long as in one process",
+        f"{says}the gradient's norm is {found['length']:.3f} times the norm in one process",
         "wrong-summed-loss",
     )
     expect(
@@ -168,7 +168,9 @@ def _expect_chunks(found: dict[str, float], says: str) -> None:
         abs(found["loss"] - found["right"]) < TOLERANCE * abs(found["right"]),
         f"{says}the sum of the losses is {found['loss']:.3f} instead of {found['right']:.3f}",
     )
-    expect(found["error"] < TOLERANCE, f"{says}the gradient differs by {found['error']:.1%} from the plain loss's")
+    expect(
+        found["error"] < TOLERANCE, f"{says}the gradient differs by {found['error']:.1%} from that of the plain loss"
+    )
     expect(
         found["peak_bytes"] < 1.05 * CHUNKED_PEAK_BYTES,
         f"{says}the head and the loss peak at {format_bytes(found['peak_bytes'])}; the target is below "

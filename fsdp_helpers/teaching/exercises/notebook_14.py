@@ -32,7 +32,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
 MOVED_AT, LAST_STEP = 6, 12  # steps
 BATCH, PARTS = 24, 2  # the global batch; it splits into two parts and across 2 or 3 ranks
 WIDTH, HIDDEN, CLASSES, BLOCKS = 10, 25, 5, 3  # HIDDEN isn't a multiple of 2 or 3
-LEARNING_RATE, MAX_NORM = 3e-3, 0.5  # the gradient is longer than that, so clipping matters
+LEARNING_RATE, MAX_NORM = 3e-3, 0.5  # the gradient's norm is above that, so clipping matters
 UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
 Parts = list[tuple[Tensor, Tensor]]
 
@@ -124,7 +124,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
 
 
 class ResidualBlock(nn.Module):
-    """A residual block: its input plus two layers' output."""
+    """A residual block: its input plus the output of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class ResidualBlock(nn.Module):
 
 
 class MovedModel(nn.Module):
-    """The model to move: `embed`, equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
+    """The model to move: `embed`, equal `blocks`, and `head`. (B, WIDTH) -> (B, CLASSES)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def step_losses(losses: list[float]) -> list[float]:
 
 
 def problem_in_file(path: Path, right: MovedModel) -> str:
-    """Return the reason why one process can't use the file as the weights of the baseline, or "" if it can."""
+    """Return why one process can't use the file as the weights of the baseline, or "" if it can."""
     if not path.exists():
         return "no file was written to `path`"
     weights = torch.load(path, weights_only=True)

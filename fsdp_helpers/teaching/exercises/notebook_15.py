@@ -52,7 +52,7 @@ class SplitByReader:
     kept: int  # values in its parameters
     forward: list[str]  # collectives
     backward: list[str]
-    gradient_off: float  # the largest difference of the inputs' gradient from that in one process
+    gradient_off: float  # the largest difference between the inputs' gradient and that in one process
     losses: list[float]
     right: list[float]  # the losses in one process
 

@@ -200,7 +200,7 @@ MEMORY = (
         title="auto_wrap_policy is set, but there's only one unit",
         why=(
             "By default, FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million "
-            "parameters. In a smaller model, it makes none, without a warning."
+            "parameters. In a smaller model, it doesn't make any, and doesn't warn you."
         ),
         tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",
         fix=(

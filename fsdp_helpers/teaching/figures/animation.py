@@ -1,7 +1,7 @@
-"""One traced step as an animation: shards above, memory and collectives below, on one clock.
+"""One traced step as an animation: shards above, memory and collectives below, on one time axis.
 
 Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters face each other across the network. A
-tensor's area is its bytes. The picture is for two ranks.
+tensor's area shows its size in bytes. The picture is for two ranks.
 
 Each moving part has keyframes. `frame` reads them at one moment; `animated` passes all of them to the browser as CSS,
 which plays the step in slow motion, in a loop. Without CSS, or for readers who turn motion off, the picture is a
@@ -30,7 +30,7 @@ TOPS = {"optimizer": (82, 276), "gradients": (131, 249), "parameters": (158, 222
 HATCHED = "url(#hatch)"
 MANY = 8  # a unit's gradients are drawn one by one up to this number; more are drawn in this many groups
 OTHER = {0: 1, 1: 0}
-LANES, LANE = (340, 358), 12  # each rank's time line
+LANES, LANE = (340, 358), 12  # each rank's timeline
 TOP, BOTTOM = 396, 532  # edges of the memory curve
 PLAY_S, REST_S = 14.0, 2.0  # how long a step plays, and how long its end stays on screen
 CURVE_POINTS, READINGS = 400, 80
@@ -341,7 +341,7 @@ def _for_a_while(shape: str, start_s: float, end_s: float) -> Part:
 
 
 def _fixed(step: UnitTrace) -> Iterator[str]:
-    """Yield the parts that don't move: names, both time lines with their collectives, and rank 0's memory curve."""
+    """Yield the parts that don't move: names, both timelines with their collectives, and rank 0's memory curve."""
     for unit, place in places(step).items():
         if place.width > 40 or len(step.units) == 1:
             yield _text(place.left + place.width / 2, 74, unit, 'text-anchor="middle"')
@@ -358,7 +358,7 @@ def _fixed(step: UnitTrace) -> Iterator[str]:
 
 
 def _lanes(step: UnitTrace) -> Iterator[str]:
-    """Yield each rank's collectives on their shared clock."""
+    """Yield each rank's collectives on a shared time axis."""
     yield _text(8, LANES[0] + 20, "collectives", 'font-weight="600"')
     for rank, (seen, top) in enumerate(zip(step.ranks, LANES, strict=True)):
         yield _text(LEFT - 8, top + 11, f"rank {rank}", 'text-anchor="end"')

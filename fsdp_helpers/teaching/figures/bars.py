@@ -22,7 +22,7 @@ from fsdp_helpers.teaching.figures.style import (
 )
 from fsdp_helpers.training.palette import TEXT_COLOR
 
-THIN = 0.36  # height of one of the two bars of a row
+THIN = 0.36  # height of one of the two bars in a row
 ROOM = 0.07  # share of the axis: a part narrower than this has no room for its number
 
 
@@ -44,7 +44,7 @@ def _as_written(record: RankRecord) -> tuple[str, ...]:
 
 
 def held_parts(record: RankRecord) -> dict[str, int]:
-    """Return a rank's bytes between two steps, by kind."""
+    """Return a rank's bytes between steps, by kind."""
     own = {
         CATEGORIES["parameters"]: record.parameter_bytes,
         CATEGORIES["gradients"]: record.gradient_bytes,

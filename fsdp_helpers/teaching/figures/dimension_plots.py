@@ -23,8 +23,8 @@ WORK_COLORS = {"F": FRAME_COLOR, "B": TEXT_COLOR}  # as in `draw_streams`
 def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
     """Draw one panel per mesh of 2 x 2 ranks, two side by side: in each rank's box, one line per thing it holds.
 
-    `meshes`, an even number of them, maps the names of both dimensions, rows first, to what ranks 0 and 1 along each
-    dimension hold.
+    `meshes` has an even number of entries, and maps the names of both dimensions, rows first, to what ranks 0 and 1
+    along each dimension hold.
     """
     with figure_style():
         num_rows = len(meshes) // 2

@@ -1,4 +1,4 @@
-"""One function per figure: each takes records, draws, and returns `fig, ax`."""
+"""One function per figure: each takes records, draws them, and returns `fig, ax`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
@@ -129,7 +129,7 @@ def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak] 
 
 
 def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Axes]:
-    """Plot the collectives of one step on a time line, one row per rank, with the MB that each one sends."""
+    """Plot the collectives of one step on a timeline, one row per rank, with the MB that each one sends."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 1.1 + 0.5 * len(traces)), layout="constrained")
         draw_collectives(ax, traces)
@@ -139,7 +139,7 @@ def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure,
 
 
 def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequence[Axes]]:
-    """Plot one step on one time line: the collectives of every rank, and below them the bytes allocated on rank 0."""
+    """Plot one step on one timeline: the collectives of every rank, and below them the bytes allocated on rank 0."""
     with figure_style():
         size, heights = (8, 2.9 + 0.5 * len(traces)), (0.4 + 0.5 * len(traces), 1.7)
         fig, axes = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights, layout="constrained")
@@ -228,7 +228,7 @@ def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axe
 
 
 def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> tuple[Figure, Axes]:
-    """Plot one step with offload on a time line: collectives, and copies between host and device, unit by unit."""
+    """Plot one step with offload on a timeline: collectives, and copies between host and device, unit by unit."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 2.4), layout="constrained")
         draw_copies(ax, trace, copies, units)

@@ -1,4 +1,4 @@
-"""Draw one step of a run on a time line, into axes from `plots`."""
+"""Draw one step of a run on a timeline, into axes from `plots`."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from fsdp_helpers.records import Collective, MemoryCurve, StepTrace
 from fsdp_helpers.teaching.figures.style import OP_COLORS, PHASE_COLORS, height_of, swatches
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
-NARROW = 0.05  # share of the time line: a bar narrower than this has no room for its number
+NARROW = 0.05  # share of the timeline: a bar narrower than this has no room for its number
 
 
 def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:

@@ -83,7 +83,7 @@ def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
 
 
 def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
-    """State the lowest peak, and its share of the first rung's."""
+    """State the lowest peak, also as a share of the first rung's peak."""
     least = min(rungs, key=lambda rung: rung.peak_bytes)
     if least is rungs[0]:
         return ""
@@ -92,7 +92,7 @@ def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
 
 
 def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
-    """State which strategies of one model have the lowest peak, and its share of the first one's."""
+    """State which strategies of one model have the lowest peak, also as a share of the first strategy's peak."""
     least = min(row.peak_bytes for row in rows)
     names = [row.label for row in rows if row.peak_bytes == least]
     share = f", {_percent(least / rows[0].peak_bytes)} of {rows[0].label}'s" if rows[0].label not in names else ""

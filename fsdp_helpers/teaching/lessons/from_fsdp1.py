@@ -1,4 +1,4 @@
-"""From FSDP1 to FSDP2: the same training in both, and FSDP1's checkpoints read by FSDP2. For notebook 14."""
+"""From FSDP1 to FSDP2: the same training with both APIs, and FSDP1's checkpoints read by FSDP2. For notebook 14."""
 
 import warnings
 from pathlib import Path

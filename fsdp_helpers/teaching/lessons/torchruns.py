@@ -48,7 +48,7 @@ def read_variables(folder: Path) -> list[dict[str, str]]:
 
 
 def compare_variables(homes: dict[str, dict[str, str]]):
-    """Show a table with one row per variable and one column per launcher; a dash means that it isn't set."""
+    """Show a table with one row per variable and one column per launcher; a dash means that the variable isn't set."""
     rows = [[f"`{name}`", *(home.get(name, "–") for home in homes.values())] for name in VARIABLES]
     return table(["variable", *homes], [row for row in rows if set(row[1:]) != {"–"}])
 
@@ -63,7 +63,7 @@ def torchrun_command(*arguments: object) -> list[str]:
 
 @contextmanager
 def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
-    """Run commands at the same time; at the end of the block, terminate those still running, then kill what's left."""
+    """Run commands at the same time; at the end of the block, terminate those still running, then kill the rest."""
     settings = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
@@ -88,7 +88,7 @@ def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subproc
 
 
 def own_gpu(number: int) -> dict[str, str]:
-    """Return the variables that give command `number` a GPU of its own, as if on its own machine."""
+    """Return the variables that give command `number` a separate GPU, as if on a separate machine."""
     if are_hidden():
         return {}
     chosen = os.environ.get(VISIBLE, "")

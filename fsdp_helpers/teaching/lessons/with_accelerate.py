@@ -1,4 +1,4 @@
-"""For notebook 14: ask accelerate for FSDP2 on CPU ranks, and train the same model with plain torch."""
+"""For notebook 14: set up FSDP2 on CPU ranks with accelerate, and train the same model with plain torch."""
 
 import importlib.util
 import json

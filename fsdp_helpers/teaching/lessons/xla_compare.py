@@ -75,7 +75,7 @@ def answers_of_fsdp2(
 
 
 def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[str]) -> dict[str, float]:
-    """Load a consolidated file into a plain network and into FSDP2, and compare their outputs with plain training's.
+    """Load a consolidated file into a plain network and FSDP2, and compare the outputs with those of plain training.
 
     Differences are relative to the largest output.
     """
@@ -131,7 +131,7 @@ def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: boo
 def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, reshard: bool = True) -> dict[str, int]:
     """Count the all-gathers and reduce-scatters of an XLA step: per tensor or, flattened, per unit.
 
-    The root is all-gathered once, since it stays unsharded from forward to backward; so is every unit that isn't
+    The root is all-gathered only once, since it stays unsharded from forward to backward; so is every unit that isn't
     resharded.
     """
     root, *others = [min(1, len(unit)) if flatten else len(unit) for unit in tensors]
@@ -144,7 +144,7 @@ def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[fl
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
-    """Compare the losses of all `runs` with `plain` training's. Raises ValueError for a difference above TOLERANCE."""
+    """Compare the losses of all `runs` with those in `plain`. Raises ValueError for a difference above TOLERANCE."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
     worst = list(differences)[np.argmax(list(differences.values()))]
     if not differences[worst] <= TOLERANCE:

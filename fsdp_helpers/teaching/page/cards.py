@@ -1,4 +1,4 @@
-"""A card in the failure gallery: the broken code, its symptom, why, how to tell, the fix, and the proof."""
+"""A card in the failure gallery: the broken code, its symptom, the reason, how to tell, the fix, and the proof."""
 
 import re
 
@@ -39,7 +39,7 @@ def as_code(text: str) -> str:
 
 
 def card(name: str) -> bool:
-    """Run a failure and its fix, and show the card; return whether both behaved as the card says."""
+    """Run a failure and its fix, and show the card; return whether both behaved as the card describes."""
     failure = gallery.find(name)
     broken, fixed = gallery.run_broken(failure), gallery.run_fixed(failure)
     display(show.source(failure.broken))

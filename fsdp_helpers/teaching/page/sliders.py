@@ -82,7 +82,7 @@ class Controls:
 def plan_controls(**chosen: Any) -> Controls | Figure:
     """Return controls above a plan that follows them or, if ipywidgets is missing, the plan alone.
 
-    `chosen` are the arguments for `plan_figure`.
+    `chosen` contains the arguments for `plan_figure`.
     """
     first = plan_figure(**chosen)
     try:

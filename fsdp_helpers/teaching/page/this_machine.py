@@ -57,7 +57,7 @@ def private_bytes(process: psutil.Process) -> int:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # there is no such file, or it says "max"
+    except (OSError, ValueError):  # there is no such file, or it contains "max"
         return None
 
 

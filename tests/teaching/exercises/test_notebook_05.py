@@ -64,8 +64,8 @@ class TestPlan(BuildTests):
     wrong = [
         ([("range(num_blocks + 1)", "range(1, num_blocks + 1)")], "fits with fewer blocks|that fits both"),
         ([("range(num_blocks + 1)", "reversed(range(num_blocks + 1))")], "it fits with fewer blocks on the host, too"),
-        ([("<= device_bytes", "< device_bytes")], "that fits both memories|fits with fewer"),
-        ([("range(num_blocks + 1)", "range(num_blocks)")], "that fits both memories"),
+        ([("<= device_bytes", "< device_bytes")], "that fits in both memories|fits with fewer"),
+        ([("range(num_blocks + 1)", "range(num_blocks)")], "that fits in both memories"),
         (
             [("on_host = offloaded * state_bytes", "on_host = offloaded * state_bytes / world_size")],
             "the host would be",

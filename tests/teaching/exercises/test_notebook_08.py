@@ -124,7 +124,7 @@ class TestStart(BuildTestsOnRanks):
         ),
         (
             [("set_model_state_dict(model, weights, options=options)", "torch.nn.init.normal_(model.head.weight)")],
-            "the losses aren't those of rank 0's weights: .* in step 1 ",  # counted as in the tables
+            "the losses don't match those of a run with rank 0's weights: .* in step 1 ",  # counted as in the tables
         ),
         ([(ADD_KEY, "")], MISSING_KEY),
         (

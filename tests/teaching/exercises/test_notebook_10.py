@@ -135,7 +135,7 @@ WRONG = [
     ([("--ntasks-per-node=1", "--ntasks-per-node=4")], "16 torchruns were started; 4 nodes need one each"),
     ([("srun torchrun", "torchrun")], "1 torchruns were started"),
     ([("$((20000 + SLURM_JOB_ID % 10000))", "29500")], "two jobs meet at gpu-0:29500"),
-    ([("$((20000 + SLURM_JOB_ID % 10000))", "$SLURM_JOB_ID")], "a port from 1024 to 65535 is needed"),
+    ([("$((20000 + SLURM_JOB_ID % 10000))", "$SLURM_JOB_ID")], "the port has to be between 1024 and 65535"),
     ([("$first:", "localhost:")], "the meeting point has to be one of the job's nodes"),
     ([("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "")], "gives each restart its own store"),
     ([("--nproc-per-node=4", "--nproc-per-node=1")], "torchrun --nproc-per-node is 1; it should be gpu or auto or 4"),

@@ -30,13 +30,13 @@ class TestDocumentLoss(BuildTestsOnRanks):
         ([("    dist.all_reduce(num_documents)", "    pass")], "direction is wrong .*same weight.*wrong-mean-of-means"),
         (
             [(" * dist.get_world_size()", "")],
-            "the gradient is 0.500 times as long as in one process .*wrong-summed-loss",
+            "the gradient's norm is 0.500 times the norm in one process .*wrong-summed-loss",
         ),
         ([("index == len(parts) - 1", "True")], "6 reduce-scatters; the model has 3 units"),
         ([("    dist.all_reduce(total)\n", "")], "the returned loss is"),
-        ([MEAN_OF_MEANS], "the gradient's direction is wrong by [2-9].%.*wrong-mean-of-means"),
-        ([BY_TOKENS], "times as long as in one process .*wrong-summed-loss"),
-        ([BY_ROWS], "the gradient is 0.875 times as long as in one process"),  # 7 documents, 8 rows
+        ([MEAN_OF_MEANS], "the gradient's direction is off by [2-9].%.*wrong-mean-of-means"),
+        ([BY_TOKENS], "times the norm in one process .*wrong-summed-loss"),
+        ([BY_ROWS], "the gradient's norm is 0.875 times the norm in one process"),  # 7 documents, 8 rows
         ([EVERYTHING], "the model processed .* tokens, but this rank's parts have only"),
     ]
 
