@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Run `main`, then exit this process with the status it returns.
 
-    A rank under torchrun exits without Python's cleanup, like `launch`'s ranks: gloo's threads outlive their group, and
+    Like `launch`'s ranks, a rank under torchrun exits without Python's cleanup: gloo's threads outlive their group, and
     if one of them releases a tensor while Python is shutting down, the process aborts.
     """
     end_with_agent()  # before torch is loaded, which takes seconds
@@ -140,7 +140,7 @@ def run() -> NoReturn:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:  # the program reading the output, such as `head`, has closed its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for whatever Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at exit
         status = FAILED
     except KeyboardInterrupt:  # in the first seconds, while torch is being loaded
         status = _complain(INTERRUPTED, "interrupted; nothing was started")

@@ -39,14 +39,14 @@ def setting(
     """Return a dataclass field for a setting; the command line turns it into a flag.
 
     If it `changes_losses`, a resumed run must have the same value. `flag` is the flag's name if it differs from the
-    field's. The field's value is the flag's value times `factor`, for example to turn GB into bytes.
+    field's name. The field's value is the flag's value times `factor`, for example to turn GB into bytes.
     """
     metadata = {
         "meaning": meaning,
         "choices": choices,
         "at_least_one": at_least_one,
         "changes_losses": changes_losses,
-        "placeholder": placeholder,  # shown for the value in --help
+        "placeholder": placeholder,  # stands for the value in --help
         "flag": flag,
         "factor": factor,
     }
@@ -194,10 +194,10 @@ class TrainConfig:
             if (self.sharding, self.backward_prefetch) != ("full", "pre"):
                 raise ValueError(f"sharding and backward_prefetch are FSDP settings, but strategy is {self.strategy!r}")
         elif self.api == "fsdp2" and self.sharding == "none":
-            raise ValueError("sharding 'none' exists in FSDP1 only; with fsdp2 use strategy 'ddp' for full copies")
+            raise ValueError("sharding 'none' exists only in FSDP1; for full copies with fsdp2, use strategy 'ddp'")
         elif self.api == "fsdp2" and self.backward_prefetch != "pre":
             raise ValueError(
-                f"backward_prefetch {self.backward_prefetch!r} is an option of FSDP1; use api 'fsdp1', or leave it out"
+                f"backward_prefetch {self.backward_prefetch!r} is an FSDP1 option; use api 'fsdp1', or leave it out"
             )
 
     def _check_resharding(self) -> None:
@@ -245,7 +245,7 @@ class TrainConfig:
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
                 f"strategy 'local' trains in one process, but world_size is {world_size}; "
-                "use strategy 'ddp' for several, or world_size 1"
+                "use strategy 'ddp' for several processes, or world_size 1"
             )
         if self.sharding == "hybrid" and (world_size < 4 or world_size % 2):
             raise ValueError(
@@ -281,7 +281,7 @@ class TrainConfig:
             wanted = getattr(self, name)
             if wanted is not None and wanted > available:
                 raise ValueError(
-                    f"{name} is {wanted}, but {source} has {available}; use at most that, or leave it out for all"
+                    f"{name} is {wanted}, but {source} has {available}; use at most that, or leave it out to use all"
                 )
         used = self.train_images or train_images
         if used < self.global_batch_size:

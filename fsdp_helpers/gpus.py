@@ -15,10 +15,10 @@ from typing import Any
 
 from fsdp_helpers.config import require_choice
 
-VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the variable, and its value that hides every GPU
+VISIBLE, NONE = "CUDA_VISIBLE_DEVICES", ""  # the environment variable, and the value that hides every GPU
 DRIVER = "libcuda.so.1"
 TRIAL_S = 60.0
-# Counting GPUs doesn't touch them. Computing does, so we try that only if ranks are about to compute there.
+# Counting GPUs doesn't touch them. Computing does, so we try that only if ranks are about to use them.
 TRIAL = """
 import sys, torch
 count, wanted = torch.cuda.device_count(), int(sys.argv[1])
@@ -32,7 +32,7 @@ except Exception as error:
     print(str(error).splitlines()[0].partition(". ")[0])
 """
 
-_hidden: list[str | None] = []  # what the variable was before this process hid its GPUs
+_hidden: list[str | None] = []  # the variable's value before this process hid its GPUs
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Gpus:
 def find_gpus(wanted: int = 0) -> Gpus:
     """Count the GPUs; if `wanted` isn't 0 and there are at least that many, also try a computation on the first.
 
-    The first call takes as long as loading torch; without a driver, calls cost nothing.
+    The first call takes as long as loading torch; without a driver, it takes no time.
     """
     return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
 
@@ -84,10 +84,10 @@ def device_name(device: Any) -> str:
 def compute_repeatably() -> None:
     """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is requested.
 
-    The series compares runs bitwise (06) or to 1e-5. By default, cuDNN may choose a different algorithm in the next
-    run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's 23
-    mantissa bits. All of that is faster, so keep the defaults for runs you don't need to compare. Call this before the
-    first use of the GPU.
+    The series compares runs bitwise (06) or within 1e-5. By default, cuDNN may choose a different algorithm in the next
+    run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's
+    23 mantissa bits. All of that is faster, so keep the defaults for runs you don't need to compare. Call this before
+    the first use of the GPU.
     """
     import torch
 
@@ -120,7 +120,7 @@ def are_hidden() -> bool:
 
 
 def _may_have_gpus() -> bool:
-    """Return False if there can't be a GPU, without asking the driver."""
+    """Return False if there can't be a GPU, without querying the driver."""
     import torch
 
     if are_hidden() or not torch.backends.cuda.is_built():

@@ -8,7 +8,7 @@ _seen: dict[str, tuple[int, int]] = {}  # module name -> its file's modification
 
 
 def is_notebook() -> bool:
-    """Return True in a Jupyter kernel, no matter what shows its output: JupyterLab, nbconvert, an editor."""
+    """Return True in a Jupyter kernel, no matter what shows its output: JupyterLab, nbconvert or an editor."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython
@@ -24,7 +24,7 @@ class InPlace:
         self._handle = None
 
     def show(self, data: dict[str, str] | str, metadata: dict | None = None) -> None:
-        """Show `data`: plain text, or a dict from MIME types to contents."""
+        """Show `data`: plain text, or a dict that maps MIME types to contents."""
         from IPython.display import display
 
         data = {"text/plain": data} if isinstance(data, str) else data
@@ -35,7 +35,7 @@ class InPlace:
 
 
 def follow_edits() -> None:
-    """In a notebook, forget edited modules in its folder before each cell from now on, so that imports reload them.
+    """From now on, forget edited modules in the notebook's folder before each cell, so that imports reload them.
 
     Python imports a module only once. A rank is a new process and sees every edit, but the kernel keeps the old module,
     and `from my_worker import second` would fail if a later %%writefile had added `second`.

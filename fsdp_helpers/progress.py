@@ -37,7 +37,7 @@ class Report(NamedTuple):
 
 
 def send_reports_to(sink: Callable[[Report], None] | None) -> None:
-    """Make `report(...)` call `sink` with a Report from now on."""
+    """From now on, make `report(...)` call `sink` with a Report."""
     global _sink
     _sink = sink
 
@@ -62,7 +62,7 @@ def report(done: int, total: int, *what: Any) -> None:
 
 @contextmanager
 def reports_drawn() -> Iterator[None]:
-    """Within the block, draw this process's reports, unless they're already sent somewhere, as a rank's are."""
+    """Within the block, draw this process's reports, unless they're already being sent elsewhere, as a rank's are."""
     if _sink is not None:
         yield
         return
@@ -105,7 +105,7 @@ def in_lines() -> Iterator[None]:
 class ProgressBar:
     """One tqdm bar at a time: in a notebook, a line that updates in place and stays; in a terminal, tqdm's usual bar.
 
-    If there's neither (a log file, CI), it draws nothing, or prints lines; see `in_lines`.
+    If there's neither (as in a log file or CI), it draws nothing, or prints lines; see `in_lines`.
     """
 
     def __init__(self) -> None:

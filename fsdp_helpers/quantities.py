@@ -4,7 +4,7 @@ KB, MB, GB = 10**3, 10**6, 10**9
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Format bytes for people: 512 B, 75.3 kB, 4.80 MB, 1.51 GB."""
+    """Format bytes for display: 512 B, 75.3 kB, 4.80 MB, 1.51 GB."""
     size = abs(num_bytes)
     if size < KB:
         return f"{num_bytes} B"
@@ -18,7 +18,7 @@ def in_mb(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds for people: 850 µs, 12.3 ms, 4.56 s, 3 min 20 s, 5.20 h."""
+    """Format seconds for display: 850 µs, 12.3 ms, 4.56 s, 3 min 20 s, 5.20 h."""
     if seconds < 1e-3:
         return f"{_three_digits(seconds * 1e6)} µs"
     if seconds < 1:

@@ -13,7 +13,7 @@ class StateBytes:
 
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int  # Adam's two moments per parameter; its step counters (4 bytes per tensor) don't count
+    optimizer_bytes: int  # Adam's two moments per parameter; its step counters (4 bytes per tensor) aren't counted
 
     @property
     def total_bytes(self) -> int:
@@ -114,14 +114,14 @@ class StepTrace:
     curve: MemoryCurve
     collectives: tuple[Collective, ...]
     began_s: float = 0.0  # on the clock of `time.perf_counter()`; all other times are relative to this one
-    reserved_bytes: int | None = None  # the most that CUDA's allocator had reserved so far; None on the CPU
+    reserved_bytes: int | None = None  # the most that CUDA's allocator had reserved by then; None on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
     """One pass over the training images, and the evaluation after it."""
 
-    epoch: int  # 1 is the first
+    epoch: int  # counted from 1
     train_loss: float | None  # mean over the training images; None if a resumed run had nothing left to train
     test_loss: float  # mean over all test images
     test_accuracy: float  # fraction, 0 to 1
@@ -164,7 +164,7 @@ class RunRecord:
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
-        """Return the largest difference, step by step, between this run's losses and another run's (or a list).
+        """Return the largest difference in any step between this run's losses and another run's (or a list of them).
 
         Raises ValueError if they have different numbers of steps.
         """
@@ -172,7 +172,7 @@ class RunRecord:
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Return why the run took fewer steps than `max_steps`, or none at all, and what to do; otherwise, None."""
+        """Return why the run took fewer steps than `max_steps`, or no steps, and what to do; None if it didn't."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
@@ -198,7 +198,7 @@ class SavingRecord:
     waiting_s: float  # how long training is blocked
     total_s: float  # until the checkpoint is complete
     disk_bytes: int  # of all files together
-    extra_bytes: int  # the most that saving allocates on the training device, on top of the state
+    extra_bytes: int  # the most that saving allocates on the training device, in addition to the state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class LeverResult:
 
     name: str
     strategy: str
-    predicted_bytes: int  # the peak, from arithmetic
+    predicted_bytes: int  # the calculated peak
     peak_bytes: int
     held_bytes: int
     step_s: float  # median of the steady steps

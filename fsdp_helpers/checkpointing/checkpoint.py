@@ -1,7 +1,7 @@
 """`save` and `load` the full state of any training loop, atomically, as one folder.
 
 Every rank writes its shards to its own file, and rank 0 writes an index of all shards; if every rank has a full copy
-(DDP), they divide the work of writing one. Everything else is in `state.pt`, which is read with
+(DDP), the ranks split the work of writing one. Everything else is in `state.pt`, which is read with
 `torch.load(weights_only=True)`, so loading never runs code.
 """
 
@@ -76,10 +76,10 @@ def save(
             checkpoint isn't complete until `result()` has returned on at least one rank.
         group: a process group for that thread alone, required if there are several ranks:
             `dist.new_group(backend="gloo")`. In the group used for training, the thread's collectives could get mixed
-            up with the step's.
+            up with those of the step.
 
-    Raises CheckpointError on every rank if any rank can't write; then `folder` isn't created. Raises ValueError if
-    `extra` isn't plain data.
+    Raises CheckpointError on every rank if any rank can't write; in that case, `folder` isn't created. Raises
+    ValueError if `extra` isn't plain data.
     """
     path = Path(folder).absolute()
     if path.is_file() or (path.is_dir() and any(path.iterdir())):

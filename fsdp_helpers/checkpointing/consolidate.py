@@ -34,7 +34,7 @@ SAFETENSORS_TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-CHUNK_BYTES = 2**20  # read at a time; this much memory is needed on top of the tensor
+CHUNK_BYTES = 2**20  # read at a time; this much memory is needed in addition to the tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +116,8 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
     """Fill `tensor` by reading its shards straight into place, and check each for damage.
 
     Each shard is stored the way `torch.save` stores a tensor: in a zip archive whose member data/0 has the values.
-    Nothing else in the archive is read, so no code can run. (`dcp.load` could do this, and faster. But
-    torch doesn't check the archive's checksum, so a corrupted byte would end up in a weight.)
+    Nothing else in the archive is read, so no code can run. (`dcp.load` could do this, and it
+    would be faster, but torch doesn't check the archive's checksum, so a corrupted byte would end up in a weight.)
     """
     for part in entry.shards:
         try:

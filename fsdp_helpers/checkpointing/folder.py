@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints, each of them atomic. No torch import.
+"""The folder of a run's checkpoints, each of which is written atomically. No torch import.
 
 `DIR/step-00000020/` has the files of one checkpoint and `checkpoint.json`, which describes them. It's written under a
 temporary name and renamed once every byte is on disk, so a folder with the final name is complete, even if the process
@@ -24,7 +24,7 @@ UNFINISHED, REMOVED = ".writing-", ".removing-"  # may be left behind by a kille
 
 
 class CheckpointError(Exception):
-    """A checkpoint can't be written, found or read; the message names the file, and the fix."""
+    """A checkpoint can't be written, found or read; the message gives the file and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush `folder` itself, and with it the names of its files, to disk."""
+    """Flush `folder`, and with it the names of its files, to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

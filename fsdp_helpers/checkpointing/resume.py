@@ -103,13 +103,13 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """A saver and loader of a run's full state. Without a folder, it does nothing."""
+    """Saves and loads a run's full state. Without a folder, it does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank
         self._start = find_start(config, data_source)
         earlier = self._start[1].settings if self._start else {}
-        self._keep_last = config.keep_last or earlier.get("keep_last")  # saved, but needn't match
+        self._keep_last = config.keep_last or earlier.get("keep_last")  # saved, but don't have to match
         self._settings = _settings(config, data_source) | {"keep_last": self._keep_last}
         self.step = self._start[1].step if self._start else 0  # optimizer steps since the beginning of the run
         if len(set(gather_over_ranks(self.step))) > 1:
@@ -125,7 +125,7 @@ class RunCheckpoints:
     def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, last_step: int) -> None:
         """Count a step, and save after the last step and after every `checkpoint_every` steps.
 
-        Raises Stopped, with a checkpoint of this step, if SIGTERM asked the run to end early.
+        Raises Stopped, with a checkpoint of this step, if the run received SIGTERM.
         """
         self.step += 1
         every = self._config.checkpoint_every

@@ -157,7 +157,7 @@ def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
 class SafeReader(dcp.FileSystemReader):
     """A reader of sharded checkpoints that never runs code: the index may contain only known record types and tensors.
 
-    Raises CheckpointError for anything else. (torch itself reads the tensors with `weights_only=True`.)
+    Raises CheckpointError for anything else. (torch reads the tensors with `weights_only=True`.)
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -192,11 +192,11 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose methods type checkers don't know
+PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose methods type checkers don't know about
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Do `getattr`'s job for the one enumeration in an index. (Pickles from before Python 3.11.4 call it.)"""
+    """Do the job of `getattr` for the one enumeration in an index. (Pickles from before Python 3.11.4 call it.)"""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
     return enumeration[name]

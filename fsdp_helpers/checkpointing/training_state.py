@@ -53,7 +53,7 @@ class TrainingState:
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
     """Return the state of `model` and `optimizer`; every rank has to call this. (Under FSDP1, the tensors are copies.)
 
-    A new optimizer gets its state, which is all zeros: torch creates it by taking a step that changes no parameter.
+    A new optimizer gets its state, which is all zeros: torch creates it by taking a step that has no effect.
     """
     with ignore_single_process_warnings():
         if optimizer is None:
@@ -70,7 +70,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
-    """Set `model` and `optimizer` to `state`. A parameter without moments in `state` loses the ones it has."""
+    """Set `model` and `optimizer` to `state`. A parameter without moments in `state` loses its current ones."""
     with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
             set_model_state_dict(model, state.model)
@@ -105,7 +105,7 @@ def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
 
 @contextmanager
 def ignore_single_process_warnings() -> Iterator[None]:
-    """Silence two warnings about single-rank runs: FSDP1 holds full copies, and torch saves in one process."""
+    """Silence two warnings in single-rank runs: that FSDP1 holds full copies, and that torch saves in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

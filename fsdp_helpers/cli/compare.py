@@ -35,7 +35,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare_command(options: argparse.Namespace) -> None:
-    """Run every strategy and print the table; also write or draw it if the options say so."""
+    """Run every strategy and print the table; also write or draw it if requested."""
     import torch
 
     from fsdp_helpers.data.source import num_train_images

@@ -24,7 +24,7 @@ SECOND = 0.5  # how much a card's second-best phrase counts, relative to its bes
 FULL_TEXT = 2.0  # how much a card's full text counts, relative to its best phrase
 UNKNOWN_WORD = 1.0  # the weight of a word that's on no card, about that of a word on half of the cards
 WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
-# These cards' messages accompany other cards' messages, which say more.
+# These cards' messages accompany other cards' messages, which are more informative.
 WRAPPERS = ("crash-no-traceback", "slow-threads", "crash-nccl-system-error")
 EXIT_CODE = re.compile(r"\b(?:exit|return)[ -]?(?:code|status)\s*[:=]?\s*(-?\d+)")
 ENDING = re.compile(r"(?<=\w{3})(ing|ed|es|e|s)$")
@@ -118,7 +118,7 @@ def likeness(one: frozenset[str], other: frozenset[str]) -> float:
 
 
 def weight(words: Iterable[str]) -> float:
-    """Return the sum of the words' weights; a pair of neighbors counts half, or nothing if it's on no card."""
+    """Return the sum of the words' weights; a pair of neighbors counts half, or nothing if no card has it."""
     return sum(rarity().get(word, 0.0) / 2 if " " in word else rarity().get(word, UNKNOWN_WORD) for word in words)
 
 

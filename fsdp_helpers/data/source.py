@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 DOWNLOAD_TIMEOUT_S = 15.0
-RETRY_AFTER_S = 3600.0  # how long to wait after a failed download, instead of trying on every run
+RETRY_AFTER_S = 3600.0  # how long to wait after a failed download, instead of trying again on every run
 FAILED_DOWNLOAD = ".mnist-download-failed"  # the file in the data folder that records the failure
 
 # The unpacked files: size in bytes and MD5.
@@ -34,7 +34,7 @@ HOW_TO_GET_MNIST = (
 
 
 class DataError(Exception):
-    """The data can't be used; the message names the file or folder, and the fix."""
+    """The data can't be used; the message gives the file or folder, and the fix."""
 
 
 def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
@@ -192,8 +192,8 @@ def _fetched(folder: str) -> bool:
             path = Path(folder, "MNIST", "raw", name)
             if path.exists() and _md5(path) != md5:
                 raise DataError(
-                    f"the download of {name} is damaged ({path.stat().st_size} bytes, wrong checksum); nothing was "
-                    "kept. Run again; if it happens again, the mirror is at fault."
+                    f"the download of {name} is damaged ({path.stat().st_size} bytes, wrong checksum), so nothing "
+                    "was kept. Try again; if the problem persists, the mirror is at fault."
                 ) from error
         return False
     return True

@@ -19,7 +19,7 @@ DOCUMENTED = (
     "shutil signal site socket sqlite3 ssl statistics subprocess symtable sys sysconfig tempfile textwrap threading "
     "time timeit tokenize traceback types typing unittest uuid warnings weakref zipfile zlib"
 ).split()
-TEST_PART = 10  # one sequence in ten, the last tenth of the text, is for testing
+TEST_PART = 10  # the last tenth of the sequences is for testing
 
 
 @dataclass(frozen=True, kw_only=True)

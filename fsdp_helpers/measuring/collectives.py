@@ -53,7 +53,7 @@ SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """A dispatch mode that records every collective in `events`, and lets each finish before the next operation.
+    """A dispatch mode that records every collective in `events`, and waits until each is done before going on.
 
     gloo completes a collective in a separate thread. If the last reference to a buffer is dropped there, the profiler,
     which follows only one thread, doesn't see the buffer being freed. Waiting makes byte counts exact and reproducible.
@@ -106,7 +106,7 @@ def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tupl
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
-    """Return True if an operator is a collective, whether c10d's or a functional one."""
+    """Return True if an operator is a collective: either one of c10d's or a functional one."""
     namespace, _, name = func._schema.name.partition("::")
     return namespace in NAMESPACES and name not in NO_COLLECTIVES
 

@@ -99,7 +99,7 @@ class MemoryTrace:
         self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
-        """Return the last phase called `name`: its times from its start, and its curve less `uncounted_bytes`.
+        """Return the last phase called `name`: its times from its start, and its curve minus `uncounted_bytes`.
 
         Raises ValueError if there's no phase with that name.
         """
@@ -241,7 +241,7 @@ def stop_history(device: torch.device) -> list[dict]:
 def take_work_spaces(device: torch.device) -> None:
     """Make cuBLAS allocate its workspaces now, before we count anything.
 
-    torch 2.11 allocates them like tensors: 8 to 32 MiB for forward's thread and the same for backward's, unless
+    torch 2.11 allocates them like tensors: 8 to 32 MiB for forward's thread and as much for backward's thread, unless
     `CUBLAS_WORKSPACE_CONFIG` sets a smaller size.
     """
     values = torch.ones(16, 16, device=device, requires_grad=True)

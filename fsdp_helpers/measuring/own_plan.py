@@ -1,4 +1,4 @@
-"""Plan your own model: measure one step of one process, and calculate everything else.
+"""Plan your own model: measure one step in one process, and calculate the rest.
 
 A model on the meta device has no values, so its step runs on fake tensors, counting the memory that fused GPU kernels
 would need. A model with values is measured on its batch's device.
@@ -50,13 +50,13 @@ def plan_model(
     allowance_gb: float | None = None,
     **settings,
 ) -> tuple[Plan, str]:
-    """Plan any model on `world_size` ranks. Return the plan, and a verdict on it in a sentence.
+    """Plan any model on `world_size` ranks. Return the plan, and a one-sentence verdict on it.
 
     `factory()` creates the model, on the CPU or on the meta device. `batch` is one rank's input to one forward: a
     tensor or any nesting of tensors, with samples along the first dimension. `loss_of(model, batch)` returns the loss
     (default: the sum of the outputs' means). Modules of `unit_class` are FSDP units, which activation checkpointing
     recomputes; `unit_names` are further units that it doesn't recompute, such as an embedding and a head. `device` is a
-    name from `planning.devices`. Numbers that you pass override that device's; without a device, you have to pass
+    name from `planning.devices`. Numbers that you pass override that device's own; without a device, you have to pass
     `device_memory_gb`. `settings` are those of `planning.plan.Settings`, such as the optimizer and the number of
     micro-batches. The bytes that DDP sends to broadcast buffers before each forward aren't counted. Raises ValueError
     for an impossible cluster or impossible settings.
@@ -228,7 +228,7 @@ def needs_no_values(name: str) -> Iterator[None]:
 
 @contextmanager
 def fused_kernels() -> Iterator[None]:
-    """Within the block, fuse RMSNorm and attention as on a GPU. (A CPU computes them step by step, and keeps more.)
+    """Within the block, fuse RMSNorm and attention as on a GPU. (A CPU computes them step by step and keeps more.)
 
     A dispatch mode would be simpler, but it wouldn't apply to recomputation in backward.
     """
@@ -267,7 +267,7 @@ class OneKernelNorm(torch.autograd.Function):
 def count_flops(
     model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return each module's operations in a forward, without its submodules', and those in its attention alone."""
+    """Return the number of operations in each module's forward, without its submodules, and in its attention alone."""
     # Attention runs as plain products, since torch 2.11 doesn't count a fused kernel's operations on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:

@@ -55,7 +55,7 @@ class ErrorRow:
     variant: str
     world_size: int
     real: bool
-    when: str  # when in the step the predicted peak is
+    when: str  # when in the step the predicted peak occurs
     predicted_bytes: int
     peak_bytes: int
     predicted_state_bytes: int
@@ -99,7 +99,7 @@ def profile_of(model: str, activation_checkpointing: str, precision: str) -> Ste
 
 
 def measure_errors(runs: Iterable[Run]) -> Iterator[ErrorRow]:
-    """Measure the runs one by one, in new processes for real ranks, and yield a row for each."""
+    """Measure the runs one by one, and yield a row for each. Real ranks run in new processes."""
     for run in runs:
         config = variant_config(run.model, run.variant, run.world_size)
         gc.collect()  # free memory from earlier runs in this process, since the next ranks need it

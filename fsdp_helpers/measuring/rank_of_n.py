@@ -139,7 +139,7 @@ def measure_own_rank_of_n(
 
 
 def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
-    """Apply the strategy of `config` to `model`; the named modules are units, recomputed if `config` asks for it."""
+    """Apply the strategy of `config` to `model`; the named modules are units, recomputed if `config` enables that."""
     chosen = {model.get_submodule(name) for name in units}
     if config.activation_checkpointing != "none":
         model = checkpoint_activations(model, units, config.activation_checkpointing)

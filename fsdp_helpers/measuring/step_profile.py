@@ -84,7 +84,7 @@ def cast_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def cast_inputs(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
-    """Within the block, cast the inputs of the root and, for FSDP2, of all `units` to bf16.
+    """For the measured step, cast the inputs of the root and, for FSDP2, of all `units` to bf16 within the block.
 
     The cast copies take memory, and autograd may keep them until backward. If a value is combined with an fp32 buffer
     inside a unit, the result is fp32, as in a real run. Sources: torch 2.15, FSDP2's `FSDPState._cast_forward_inputs`
@@ -156,7 +156,7 @@ def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> St
 def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -> dict[str, Peak]:
     """Return each run's predicted peak, calculated from one micro-batch that's measured here in one process.
 
-    Runs that differ only in their sharding share a measurement. `backend` is "gloo" or "nccl"; by default, it's the
+    Runs that differ only in their sharding share a measurement. `backend` is "gloo" or "nccl"; by default, it's that of
     run's own.
     """
     profiles: dict[tuple, StepProfile] = {}
@@ -171,7 +171,7 @@ def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -
 
 
 def _measured_in(run: RunRecord) -> tuple:
-    """Return the settings that `measure_run` depends on. Sharding matters only for which units are recomputed."""
+    """Return the settings that `measure_run` depends on. Sharding affects only which units are recomputed."""
     config = run.config
     images = config.global_batch_size, run.world_size, config.micro_batches
     recomputed = config if config.activation_checkpointing != "none" else None
@@ -192,7 +192,7 @@ class StepMarks:
     def __init__(self, units: Collection[str] = (), mark: Callable[[], None] | None = None) -> None:
         self._units, self._mark = units, mark or _mark_in_trace
         self._events: list[tuple[str, str, int]] = []  # event, name, bytes of the gradient that it finishes
-        self._in_backward = False  # during backward, a forward hook is called by a recomputation
+        self._in_backward = False  # forward hooks that are called during backward are called by recomputation
 
     @contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
@@ -298,7 +298,7 @@ def _mark_in_trace() -> None:
 
 
 def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Reorder backward's events at the same tensor: it leaves modules, inner ones first, before it enters others.
+    """Reorder backward's events at the same tensor: it should leave modules, inner ones first, before it enters others.
 
     This is necessary because one module's output is the next one's input, and a tensor's hooks are called in forward's
     order.

@@ -160,7 +160,7 @@ class Llama(nn.Module):
 
 
 def same_document(documents: Tensor) -> Tensor:
-    """Return a mask (N, 1, length, length): a token may attend to itself and to earlier tokens of its document."""
+    """Return a mask (N, 1, length, length): a token may attend to itself and to earlier tokens in its document."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril().unsqueeze(1)
 
@@ -175,7 +175,7 @@ def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 def generate(
     model: nn.Module, prompt: str, num_bytes: int, *, context: int, seed: int = 0, temperature: float = 0.8
 ) -> str:
-    """Return `prompt` and the `num_bytes` that a byte-level model adds to it. Under FSDP, every rank must call this."""
+    """Return `prompt` and `num_bytes` bytes that a byte-level model adds. Under FSDP, every rank must call this."""
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(seed)  # on the CPU: the same draws on every rank and device
     numbers = list(prompt.encode())

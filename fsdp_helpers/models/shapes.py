@@ -151,14 +151,14 @@ BYTE_LLAMA = LlamaShape(
 )  # fmt: skip
 
 
-# model_type in a `config.json` -> the family's name, and the tokens in a sequence if the file doesn't say
+# model_type in a `config.json` -> the family's name, and the tokens in a sequence if the file doesn't specify them
 RELATIVES = {
     "llama": ("Llama", 2048),
     "mistral": ("Mistral", 131_072),
     "qwen2": ("Qwen2", 32_768),
     "qwen3": ("Qwen3", 32_768),
 }
-# Defaults of the models' own configurations, if the file doesn't say: the size of a head, and key/value heads
+# Defaults of the models' own configurations, if the file doesn't specify them: the size of a head, and key/value heads
 HEAD_SIZES, KV_HEADS = {"qwen3": 128}, {"mistral": 8, "qwen2": 32, "qwen3": 32}
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 RELEASED_IN = ("mxfp4", "fp8")  # formats of published files; the models themselves are trained in bf16
@@ -210,7 +210,7 @@ def require_sizes(config: dict, keys: Sequence[str]) -> None:
 
 
 def check_config(config: dict, *, num_heads: int, width: int, head_size: int | None) -> None:
-    """Raise ValueError for models that we can neither plan nor build: indivisible heads, experts, quantized weights."""
+    """Raise ValueError for models we can't handle: with indivisible heads, unexpected experts or quantized weights."""
     if not head_size and width % num_heads:
         raise ValueError(
             f"num_attention_heads {num_heads} doesn't divide hidden_size {width}, and head_dim isn't given"
@@ -251,7 +251,7 @@ def llama_from_config(config: dict) -> LlamaShape:
     """Return the shape of a model that `fsdp_helpers.models.llama` can build from a Hugging Face `config.json`.
 
     Raises ValueError, naming the key, for features this model doesn't have: biases, other activation functions,
-    position scaling other than Llama 3.1's.
+    and position scaling other than Llama 3.1's.
     """
     _, rope_type = rope_of_config(config)
     refused = {

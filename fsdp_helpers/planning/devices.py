@@ -1,6 +1,6 @@
 """Devices by name: memory, rates, links, and the share of the peak rate that training reaches. No torch import.
 
-Rates are the data sheets' dense rates, without sparsity. Link rates are for one direction, while data sheets add up
+Rates are the data sheets' dense rates, without sparsity. Link rates are for one direction, while data sheets count
 both. The fp32 rate is the one you get with torch's defaults, which don't use TF32.
 
 The share is the fraction of the peak rate that matrix products reach while they aren't waiting for anything. It's the

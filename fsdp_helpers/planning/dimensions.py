@@ -67,7 +67,7 @@ def pipeline_bubble(stages: int, micro_batches: int) -> float:
     """Return the share of a step that a stage spends waiting, the same for GPipe and 1F1B: (S−1) / (M+S−1).
 
     Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead, the time that the work
-    takes without any waiting.
+    would take without any waiting.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 
@@ -77,9 +77,9 @@ def expert_sent_bytes(
 ) -> int:
     """Return the bytes of tokens sent to experts and of results sent back: 2 · L · (out + in) · width values.
 
-    The 2 is for forward and backward. `rows_to_others` (out) and `rows_from_others` (in) are the numbers of tokens that
-    leave and reach this rank in one layer. With a balanced router, (e−1)/e of a rank's tokens leave it, and the same
-    number reach it. The counts themselves, which are also sent, aren't included.
+    The factor of 2 is for forward and backward. `rows_to_others` (out) and `rows_from_others` (in) are the numbers of
+    tokens that leave and reach this rank in one layer. With a balanced router, (e−1)/e of a rank's tokens leave it, and
+    the same number reach it. The counts themselves, which are also sent, aren't included.
 
     Source: D. Lepikhin et al. 2020, arXiv:2006.16668.
     """

@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def communication_s(self) -> float:
-        """Return the seconds for which a rank's links are busy in a step."""
+        """Return the number of seconds that a rank's links are busy in a step."""
         return self.time.communication_s if self.time else self.sent_bytes / self.cluster.bandwidth_bytes_per_s
 
     @property

@@ -26,7 +26,7 @@ class StepTime:
     """How long a step takes, and why: seconds of arithmetic, communication and the optimizer."""
 
     arithmetic_s: float
-    communication_s: float  # the time for which the links are busy
+    communication_s: float  # how long the links are busy
     optimizer_s: float
     estimate_s: float
     shortest_s: float
@@ -36,7 +36,7 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds for which arithmetic waits for collectives or for the host."""
+        """Return the number of seconds that arithmetic waits for collectives or for the host."""
         return self.estimate_s - self.arithmetic_s - self.optimizer_s
 
 

@@ -75,7 +75,7 @@ def length_s(spans: Iterable[Span]) -> float:
 
 
 def busy_s(spans: Iterable[Span], *queues: str) -> float:
-    """Return the total time for which these queues are busy, in seconds."""
+    """Return the total time that these queues are busy, in seconds."""
     return sum(span.end_s - span.start_s for span in spans if span.queue in queues)
 
 

@@ -1,4 +1,4 @@
-"""The inside of a live rank: it runs cells one after another in a module of its own, and sends back each result."""
+"""The inside of a live rank: it runs cells one after another in its own module, and sends back each result."""
 
 import ast
 import codeop
@@ -25,7 +25,7 @@ from fsdp_helpers.ranks.group import limit_waiting, process_group, rank_device
 from fsdp_helpers.ranks.launch import dumps
 from fsdp_helpers.ranks.rank import Send, flush
 
-INTERRUPT = signal.SIGUSR2  # how the parent asks a rank to end its cell; SIGINT goes to a whole process group
+INTERRUPT = signal.SIGUSR2  # how the parent tells a rank to end its cell; SIGINT goes to a whole process group
 WIDTH = 110  # characters in a line, if a value is shown on several lines
 LONGER_S = 300.0  # for a collective, while another rank may still be compiling
 CELLS = "<cells>"  # the file of the module in which all cells run
@@ -56,7 +56,7 @@ class Cells:
         # It's called `__main__`, as in a script, so that code from the notebook can be copied into one.
         module = types.ModuleType("__main__")
         module.__file__ = CELLS
-        # With this, processes that a cell starts don't try to import its module.
+        # This way, processes that a cell starts don't try to import its module.
         module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)
         module.__dict__.update(rank=rank, world_size=world_size, device=rank_device())
         sys.modules["__main__"] = module
@@ -93,7 +93,7 @@ class Cells:
         value = None
         for statement in ast.parse(text, file).body:
             value = None
-            self.send("note", statement.lineno)  # in advance, since a process that dies can't say it anymore
+            self.send("note", statement.lineno)  # in advance, since a process that has died can't report it
             if isinstance(statement, ast.Expr):
                 value = eval(self.compile(ast.Expression(statement.value), file, "eval"), self.names)
             else:
@@ -104,7 +104,7 @@ class Cells:
         return pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False) if wrapped else repr(value)
 
     def _limit_waiting(self, text: str) -> None:
-        """Raise the timeout from the first cell that compiles, and for NCCL's first collective: some ranks may take longer."""
+        """Raise the timeout once a cell compiles, and for NCCL's first collective, since some ranks may take longer."""
         self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
         first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
         limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
@@ -112,7 +112,7 @@ class Cells:
     def _keep_source(self, text: str) -> None:
         """Put this cell in front of the source in which `inspect.getsource` finds classes.
 
-        Up to 3.12, Python takes the first class of that name. Since 3.13, it takes the one at the class's
+        Up to 3.12, Python takes the first class with that name. Since 3.13, it takes the one at the class's
         `__firstlineno__`, so the classes of earlier cells move down.
         """
         lines = f"{text}\n".splitlines(keepends=True)

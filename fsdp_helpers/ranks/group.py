@@ -27,14 +27,14 @@ LONGEST_WAIT_S = 1800.0  # for the other ranks, if no timeout is given; torch's 
 ROLL_CALL_S = 5.0  # at most; a quarter of the timeout if that's shorter
 JOIN_S = 300.0  # at least, for all ranks to load PyTorch and join; a shorter timeout applies only to the steps
 POLL_S = 0.1
-# What gloo's and NCCL's messages say if a rank didn't join a collective; such errors don't have a type of their own.
+# What gloo's and NCCL's messages say if a rank didn't join a collective; such errors don't have their own type.
 BLAME = ("gloo", "timed out", "connection closed", "collective operation timeout", "ncclremoteerror")
 
 set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name in older versions of torch
 
 
 def rank_device() -> torch.device:
-    """Return this rank's device: the GPU with its local rank's number or, if all are hidden or there's none, the CPU."""
+    """Return this rank's device: the GPU numbered by its local rank, or the CPU if there's no GPU or all are hidden."""
     if are_hidden() or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -84,7 +84,7 @@ def process_group(
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep freed memory instead of handing it back to the system after every step.
+    """Make glibc keep freed memory instead of returning it to the system after every step.
 
     Each step allocates the same large buffers again, and fresh ones would have to be cleared page by page. The price is
     that a process's memory stays at its peak. Half of the settings take effect only when a process starts
@@ -100,7 +100,7 @@ def keep_freed_memory() -> None:
 def nccl_raises_on_timeout() -> bool:
     """Return True if NCCL raises an error in a rank whose wait times out.
 
-    By default, NCCL's `wait()` returns at once, and a watchdog later aborts a healthy process (SIGABRT) without naming
+    By default, NCCL's `wait()` doesn't wait, and a watchdog later aborts a healthy process (SIGABRT) without naming
     the missing rank. With this setting, `wait()` waits and raises, so the roll call can run, but communication no longer
     overlaps with computation. DDP, which never calls `wait()`, would hang, hence `wait_for_buckets`.
     """
@@ -119,8 +119,8 @@ def limit_waiting(timeout_s: float) -> None:
 def share_cores() -> None:
     """Give this rank an equal share of its host's cores, divided among the ranks on that host only.
 
-    By default every rank starts one thread per core, and ranks on a laptop compete for them. Two torchruns on one host
-    don't know of each other, so we count host names instead of trusting LOCAL_WORLD_SIZE.
+    By default, every rank starts one thread per core, and ranks on a laptop compete for them. Two torchruns on one host
+    don't know about each other, so we count host names instead of trusting LOCAL_WORLD_SIZE.
     """
     num_ranks_here = gather_over_ranks(socket.gethostname()).count(socket.gethostname())
     torch.set_num_threads(max(1, num_cores() // num_ranks_here))
@@ -150,8 +150,8 @@ def gather_over_ranks(value: object) -> list:
 
 # ---------------------------------------------------------------- the roll call
 #
-# A collective that times out says so on every waiting rank, but doesn't name the missing one. So the waiting ranks take
-# a roll call in the store where the group met. Each rank signs in; one that doesn't in time is stopped, stuck, or gone.
+# A collective that times out raises on every waiting rank, but doesn't name the missing one. So the waiting ranks take
+# a roll call in the store where the group met. Each rank signs in; one that doesn't do so is stopped, stuck, or gone.
 
 
 class SilentRanks(TimeoutError):
@@ -170,7 +170,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     Every rank of the group has to enter the block. Under torchrun, a rank kills the silent ones on its own machine.
     """
     timeout_s = timeout_s or LONGEST_WAIT_S
-    agent = os.environ.get("GROUP_RANK")  # the number of this rank's torchrun; `launch` ends its ranks itself
+    agent = os.environ.get("GROUP_RANK")  # the number of this rank's torchrun; `launch` ends its own ranks
     processes = gather_over_ranks((agent, os.getpid())) if agent else []
     began_s = time.monotonic()
     try:
@@ -178,17 +178,17 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
     except RuntimeError as error:
         if not blames_another_rank(str(error)):
             raise
-        if agent:  # a torchrun that has lost its rendezvous ends its ranks, but they should say why first
+        if agent:  # a torchrun that has lost its rendezvous ends its ranks, but they should report why first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         silent = call_the_roll(dist.get_rank(), dist.get_world_size(), roll_call_s(timeout_s))
         if not silent:
             raise
-        # torchrun itself would wait 30 s for a stopped rank to end.
+        # torchrun would wait 30 s for a stopped rank to end.
         for pid in [pid for rank, (its_agent, pid) in enumerate(processes) if rank in silent and its_agent == agent]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         said = "stopped answering: gone or cut off; check the last output and the machine"
-        if time.monotonic() - began_s >= timeout_s:  # else the connection broke before anyone could wait that long
+        if time.monotonic() - began_s >= timeout_s:  # otherwise, the connection broke earlier
             said = (
                 f"didn't answer within {timeout_s:g} s: stopped, stuck, gone or cut off; check the last output and the "
                 "machine. If a step can take longer, set a larger --timeout"

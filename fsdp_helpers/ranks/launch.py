@@ -1,6 +1,6 @@
 """Start one process per rank, show progress, return the results, and leave nothing behind.
 
-A worker is sent to its processes by name, and its arguments pickled; an error names the value that can't be pickled.
+A worker is sent to its processes by name, with its arguments pickled; an error names the value that can't be pickled.
 """
 
 import inspect
@@ -45,12 +45,12 @@ def launch(
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
     `worker` is an importable function. It runs in a process group (gloo on the CPU, nccl with one device per rank on
-    CUDA) whose ranks meet through a file in a private folder, so they take up no port. What it prints is shown here
-    line by line; with several ranks, each line says which one printed it, unless `name_ranks` is False. A rank that
+    CUDA) whose ranks meet through a file in a private folder, so they don't use a port. What it prints is shown here
+    line by line; with several ranks, each line names the one that printed it, unless `name_ranks` is False. A rank that
     waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None), and its
     error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
     communication no longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already
-    on screen. `start_method` is "forkserver" (also if it's None), whose server loads torch once, or "spawn", where
+    on screen. `start_method` is "forkserver" (the default), whose server loads torch once, or "spawn", where
     every rank loads it.
 
     Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are
@@ -108,7 +108,7 @@ def run_worker(
 
 
 class LaunchOutput:
-    """Prints the output of a launch's ranks, one complete line at a time, after the rank's number if `names`."""
+    """Prints the output of a launch's ranks, one complete line at a time, each with its rank's number if `names`."""
 
     def __init__(self, names: bool) -> None:
         self._names = names
@@ -147,7 +147,7 @@ def check_worker(worker: Callable) -> None:
 
 
 def _check_not_in_a_cell(value: Any) -> None:
-    """Raise ValueError for a function or class that's defined in a cell, or typed in at a prompt."""
+    """Raise ValueError for a function or class that's defined in a cell, or typed at a prompt."""
     if value.__module__ == "__main__" and not _can_import_main():
         raise ValueError(
             f"{value.__qualname__!r} is defined in a notebook cell or an interactive session. A new process starts empty "
@@ -176,12 +176,12 @@ def dumps_named(value: Any, name: str) -> bytes:
         raise ValueError(
             f"{name} is of type {type(value).__module__}.{type(value).__qualname__} and can't be sent to another "
             f"process: {error}. Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), "
-            "or whatever the rank needs to make it itself, such as the path of a file."
+            "or what the rank needs to create the value, such as a file's path."
         ) from None
 
 
 def dumps(value: Any) -> bytes:
-    """Return `value` pickled; also raise for a value that can be pickled here but not unpickled in another process."""
+    """Return `value` pickled; raise if it can't be pickled here, or couldn't be unpickled in another process."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

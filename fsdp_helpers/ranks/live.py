@@ -1,4 +1,4 @@
-"""Live ranks: processes in one group that run a cell, keep its variables, and wait for the next; the magic `%%ranks`."""
+"""Live ranks, which run a cell, keep its variables, and wait for the next one; and the magic `%%ranks`."""
 
 import atexit
 import os
@@ -31,7 +31,7 @@ GONE = "The ranks were restarted, and their variables are gone."
 class Ranks(AbstractContextManager):
     """Processes in one group that stay alive between cells.
 
-    Each rank runs the same code in a module of its own, which has `rank`, `world_size` and `device`, and keeps
+    Each rank runs the same code in its own module, which has `rank`, `world_size` and `device`, and keeps
     everything that the code defines. In a notebook, run `%load_ext fsdp_helpers`, then begin a cell with `%%ranks`, or
     with `%%ranks 0` to run it only on some of the ranks.
 
@@ -39,7 +39,7 @@ class Ranks(AbstractContextManager):
             ranks.run("import torch.distributed as dist; print(dist.get_rank())")
             ranks["rank"]
 
-    `device` is "cpu", "cuda" (each rank gets a GPU of its own) or "auto". A collective gives up after `timeout_s`
+    `device` is "cpu", "cuda" (each rank gets its own GPU) or "auto". A collective gives up after `timeout_s`
     seconds (half an hour if it's None); from the first cell that compiles, it gets at least five minutes. The ranks end
     when you call `close()`, at the end of a `with` block, or with this process.
 
@@ -89,9 +89,9 @@ class Ranks(AbstractContextManager):
     def run(self, code: str, ranks: Iterable[int] | None = None, name: str | None = None) -> None:
         """Run `code` on every rank, or on `ranks`; show what it prints and the value of its last line.
 
-        Output is shown once if all ranks agree, else rank by rank. `name` is what tracebacks call the code; by default,
-        that's "cell 1" and so on. Raises SyntaxError before anything runs, RankError if a rank fails or dies,
-        Interrupted after ^C or Stop, and ValueError for a rank that doesn't exist.
+        Output is shown only once if all ranks agree, otherwise rank by rank. `name` is what tracebacks call the code;
+        by default, that's "cell 1" and so on. Raises SyntaxError before anything runs, RankError if a rank fails or
+        dies, Interrupted after ^C or Stop, and ValueError for a rank that doesn't exist.
         """
         self._num_cells += 1
         name = name or f"cell {self._num_cells}"
@@ -120,7 +120,7 @@ class Ranks(AbstractContextManager):
         body = partial(serve, self.timeout_s)
         self._processes = Processes(body, self.world_size, self.device, CellOutput().add)
 
-    # ------------------------------------------------------------ a message, and what its answers say
+    # ------------------------------------------------------------ a message and its answers
 
     def _ask(self, chosen: Sequence[int], kind: str, *content: str) -> dict[int, Answer]:
         """Send a message to these ranks, show what they print, and return their answers."""
@@ -145,10 +145,10 @@ class Ranks(AbstractContextManager):
         return answers
 
     def _find_cause(self, cell: str) -> tuple[int, Failure] | None:
-        """Return the rank that failed by itself or missed a collective, and its failure; None if all went well."""
+        """Return the rank that failed on its own or missed a collective, and its failure; None if all went well."""
         if cause := self._processes.find_cause():
             rank, failure = cause
-            if not failure.details and (line := self._processes.notes.get(rank)):  # it can't say it itself anymore
+            if not failure.details and (line := self._processes.notes.get(rank)):  # it can't report it anymore
                 failure = Failure(failure.summary, f"It was at {cell} line {line}.")
             return rank, failure
         return next(((rank, Failure(f"it {no_part_in(count)}")) for rank, count in self._behind().items()), None)
@@ -200,7 +200,7 @@ class Ranks(AbstractContextManager):
 
 
 def no_part_in(count: int) -> str:
-    return f"took no part in {'a collective' if count == 1 else f'{count} collectives'} that others began"
+    return f"didn't take part in {'a collective' if count == 1 else f'{count} collectives'} that others began"
 
 
 _all: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()  # in the order in which they were opened
@@ -251,7 +251,7 @@ class CellOutput:
 
 
 def merge(texts: Mapping[int, str]) -> str:
-    """Merge the ranks' texts: into one copy if they agree, else one after another, each with its rank's name."""
+    """Merge the ranks' texts: into one copy if they agree, otherwise one after another, each with its rank's name."""
     texts = {rank: without_addresses(text) for rank, text in texts.items()}
     if len(set(texts.values())) <= 1:
         return next(iter(texts.values()), "")
@@ -276,7 +276,7 @@ def run_cell(line: str, cell: str) -> None:
     if not (opened := open_ranks()):
         raise RuntimeError("no ranks are open; open some first: ranks = Ranks(2)")
     try:
-        # The magic itself is the cell's first line.
+        # The magic is the cell's first line.
         opened[-1].run(f"\n{cell}", chosen, f"Cell In[{get_ipython().execution_count}]")
     except SyntaxError as error:  # for which IPython would show our own lines, too
         refusal = RuntimeError("".join(traceback.format_exception_only(error)).rstrip())

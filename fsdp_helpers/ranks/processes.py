@@ -1,4 +1,4 @@
-"""The processes of one group, as their parent sees them: it starts them, listens, asks where they are, and ends them.
+"""The processes of one group, as their parent sees them: it starts, watches and ends them.
 
 `launch` and `Ranks` both use this. Processes are started by torch's own `start_processes`, which `mp.spawn` calls, too.
 """
@@ -35,7 +35,7 @@ class Processes(AbstractContextManager):
 
     Each runs `body`; see `run_rank`. Its output is passed to on_output(rank, stream, data), its notes to on_note(note,
     rank), and its answers to the last message are collected. With two `streams`, standard output and standard error are
-    kept apart; with one, they stay in order. A `with` block ends the processes when it ends.
+    kept apart; with one, they stay in order. The processes end with the `with` block.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Processes(AbstractContextManager):
                 self._links[rank].send_bytes(pickle.dumps((self.number, *message)))
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ones among these ranks that have neither answered nor ended."""
+        """Return those of these ranks that have neither answered nor ended."""
         return [rank for rank in ranks if rank not in self.answers and rank not in self.ends]
 
     def collect(self, ranks: Iterable[int], until_s: float = math.inf, grace_s: float = GRACE_S) -> None:
@@ -142,7 +142,7 @@ class Processes(AbstractContextManager):
         return next((rank, failure) for rank, failure in failures.items() if failure.summary == first.summary)
 
     def _listen(self, ranks: Iterable[int], wait_s: float) -> None:
-        """Wait for messages, output, or the end of one of these ranks; pass on whatever has arrived."""
+        """Wait for messages, output, or the end of one of these ranks; pass on what has arrived."""
         links, ends = [self._links[rank] for rank in ranks], [self._processes[rank].sentinel for rank in ranks]
         wait([*links, *ends, *self._outputs], wait_s)
         for rank in ranks:
@@ -169,7 +169,7 @@ class Processes(AbstractContextManager):
             self.notes[rank] = content
             if self.on_note:
                 self.on_note(content, rank)
-        elif content.number in (self.number, None):  # else it answers a cell that was interrupted
+        elif content.number in (self.number, None):  # otherwise, it answers a cell that was interrupted
             self.answers[rank] = content
 
     def _read_outputs(self) -> None:
@@ -218,7 +218,7 @@ class Processes(AbstractContextManager):
         """Describe the end of a process that didn't send a message."""
         code = self.ends[rank]
         if code is None or code >= 0:
-            return f"the process left with exit status {code}"
+            return f"the process ended with exit status {code}"
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = " from outside (often by the system, out of memory)" if name == "SIGKILL" else ""
         return f"the process was ended by {name}{hint}"

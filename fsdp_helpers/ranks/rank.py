@@ -1,4 +1,4 @@
-"""The process of one rank, from its start to its exit, whatever it runs."""
+"""The process of one rank, from its start to its exit, no matter what it runs."""
 
 import ctypes
 import multiprocessing.connection
@@ -74,10 +74,10 @@ def run_rank(
         answer = body(rank, world_size, group, send, link)
     except BaseException as error:
         send("answer", Answer(None, failure=Failure(*describe_error(error))))
-    # Do what Python does at exit, waiting for threads included, except for the cleanup of its own objects: gloo's threads
+    # Do what Python does at exit, such as waiting for threads, but skip the cleanup of its own objects: gloo's threads
     # outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
     server.end_own_children()
-    threading._shutdown()  # as multiprocessing ends a process; first it tells thread pools, torch.compile's too, to end
+    threading._shutdown()  # as multiprocessing does; it first tells thread pools to end, including torch.compile's
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()
     if answer is not None:
@@ -93,12 +93,12 @@ def flush() -> None:
 
 
 def _end_with_parent(folder: str) -> None:
-    """End this rank and everything it has started when its parent ends, e.g. a kernel that's killed or restarted."""
+    """End this rank and everything it has started when its parent ends, such as a kernel that's killed or restarted."""
     parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:
         multiprocessing.connection.wait([parent])
-        shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it too
+        shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it, too
         server.end_own_children()
         os._exit(1)
 

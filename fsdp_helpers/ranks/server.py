@@ -34,7 +34,7 @@ PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
     "fsdp_helpers.ranks.server",  # comes last, because it freezes everything loaded so far
 ]
 # glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:
-# gloo's would otherwise get heaps of their own, of at most 64 MB each. There's no per-thread cache of small blocks: a
+# gloo's would otherwise get separate heaps, of at most 64 MB each. There's no per-thread cache of small blocks: a
 # scrap that's cut off an aligned buffer would stay there, and leave a gap slightly too small for the same buffer.
 MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
@@ -42,7 +42,7 @@ SERVER_OF = "FSDP_HELPERS_SERVER_OF"  # holds the id of the server's parent; set
 FOLDER = "fsdp_helpers-{}-"  # how the names of a process's private folders begin; its id goes in the braces
 LOOK_S = 0.5  # between two checks that the server's parent is alive
 
-start_lock = threading.RLock()  # held while ranks are started, so that a fresh one isn't taken for an orphan
+start_lock = threading.RLock()  # held while ranks are started, so that a fresh one isn't mistaken for an orphan
 is_rank = False  # `run_rank` sets it
 
 
@@ -81,13 +81,13 @@ def ready_to_start(start_method: str) -> Iterator[None]:
 def _tidy_up_on_sigterm() -> None:
     """Make SIGTERM remove this process's temporary folders before it ends; the server's socket is in one of them.
 
-    That's how Jupyter ends every kernel that has launched ranks: asked to shut down, a kernel first waits for its
-    children, and one of them, multiprocessing's resource tracker, waits for the kernel.
+    That's how Jupyter ends every kernel that has launched ranks: when asked to shut down, a kernel first waits for
+    its children, and one of them, multiprocessing's resource tracker, waits for the kernel.
     """
 
     def tidy_up_and_end(number: int, frame: object) -> None:
         for rank in multiprocessing.active_children():
-            rank.kill()  # else multiprocessing waits for it
+            rank.kill()  # otherwise, multiprocessing waits for it
         atexit._run_exitfuncs()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
@@ -99,7 +99,7 @@ def _tidy_up_on_sigterm() -> None:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold back interrupts until the end of the block, so that either all ranks are started or stopped, or none is."""
+    """Hold back interrupts until the end of the block, so that either all ranks are started or stopped, or none are."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread gets interrupts
         return
@@ -122,7 +122,7 @@ def end_orphans() -> None:
 
 def check_not_a_rank() -> None:
     """Exit or raise if this is a rank that has reached a launch while importing the script or its worker's module."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing itself checks this, too
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing checks this, too
         os._exit(NO_MAIN_GUARD)  # the parent is told by this exit status
     if is_rank:
         raise RuntimeError(
@@ -141,7 +141,7 @@ def adopt_orphans() -> None:
 
 
 def end_own_children() -> None:
-    """End everything this process has started or adopted, since it's about to end itself."""
+    """End everything this process has started or adopted, since it's about to end, too."""
     for child in multiprocessing.active_children():
         child.kill()
     end_children(os.getpid())
@@ -168,7 +168,7 @@ def _children(pid: int) -> set[int]:
 
 
 def _serve(parent: int) -> None:
-    """In the server: adopt orphans, and end everything below it when its parent ends, even if that's killed."""
+    """In the server: adopt orphans, and end everything below it when its parent ends, even if the parent is killed."""
     os.setsid()  # Jupyter kills a kernel together with its process group
     adopt_orphans()
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an orphan's

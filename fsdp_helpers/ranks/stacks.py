@@ -1,4 +1,4 @@
-"""Where ranks are: each writes its Python stack to a file when it gets a signal, whatever it's doing."""
+"""Where ranks are: each writes its Python stack to a file when it receives a signal, no matter what it's doing."""
 
 import faulthandler
 import os
@@ -19,7 +19,7 @@ PACKAGE = re.compile(r"/fsdp_helpers/")
 
 
 def write_on_request(folder: str, rank: int) -> None:
-    """From now on, write the stack of this process's main thread to a file in `folder` when `ask` asks for it."""
+    """From now on, write the stack of this process's main thread to a file in `folder` when `ask` requests it."""
     faulthandler.register(signal.SIGUSR1, file=open(f"{folder}/{FILE.format(rank)}", "a"), all_threads=False)
 
 

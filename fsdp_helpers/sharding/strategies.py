@@ -40,7 +40,7 @@ BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefe
 
 
 def apply_local(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Keep the full model in one process."""
+    """Keep the full model, in one process."""
     return recompute_units(model, config).to(device)
 
 
@@ -100,7 +100,7 @@ def shard_with_api(
 
 
 def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """Wrap the units that the size policy chooses for activation checkpointing, if `config` asks for it.
+    """Wrap the units that the size policy chooses for activation checkpointing, if `config` enables it.
 
     Call this before sharding, so that backward unshards a unit only once, for both its second forward and its
     backward.

@@ -37,7 +37,7 @@ def unless_tied(by_size: Policy, tied: Set[nn.Module], module: nn.Module, recurs
 
 
 def holders_of_ties(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that can't be units, because they share a parameter with a module outside themselves."""
+    """Return the modules that can't be units because they share a parameter with a module that isn't inside them."""
     names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of[parameter].append(name)
@@ -64,7 +64,7 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
 
 
 def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
-    """Append to `names` the units in `module`, itself included; return how many parameters they have.
+    """Append to `names` the units in `module`, including itself; return how many parameters they have.
 
     The policy is called twice: to decide whether to look at the children, and then, given the number of parameters
     left over, whether `module` is a unit.
@@ -88,7 +88,7 @@ def _yes_or_no(policy: CustomPolicy, module: nn.Module) -> bool:
     answer = policy._lambda_fn(module)
     if answer and answer is not True:
         raise ValueError(
-            f"the policy returned {answer!r} for a {type(module).__name__}, but only FSDP1 has settings per unit; "
+            f"the policy returned {answer!r} for a {type(module).__name__}, but only FSDP1 supports settings per unit; "
             "return True or False"
         )
     return bool(answer)

@@ -17,7 +17,7 @@ SHORT_HEADERS = ("model", "strategy", "ranks", "step", "held", "peak", "sent", "
 
 
 def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
-    """Return every model with every strategy, in all variants that run on `device`; see `left_out` for the rest."""
+    """Return every model with every strategy, in all variants that can run on `device`; see `left_out` for the rest."""
     chosen = [
         replace(base, model=model, strategy=strategy, **way)
         for model in models
@@ -90,7 +90,7 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
 def plain_table(rows: Sequence[ComparisonRow]) -> str:
     """Return the comparison as a table for an 80-column terminal: names are left-aligned, numbers right-aligned.
 
-    Times are medians, "sent" is the bytes one rank sends in a step, and the loss is the last step's.
+    Times are medians, "sent" is the bytes one rank sends in a step, and the loss is that of the last step.
     """
     lines = [list(SHORT_HEADERS), *(comparison_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(SHORT_HEADERS))]

@@ -20,7 +20,7 @@ def train_one_epoch(
     after_step: Callable[[Tensor, int], None] | None = None,
     **step_settings,
 ) -> Tensor:
-    """Train on every batch once; return this rank's loss of each step, shape (num_steps,).
+    """Train on every batch once; return this rank's loss in each step, shape (num_steps,).
 
     `after_step(loss, batch_bytes)` is called after each step; reading the loss there forces a wait for the GPU.
     `step_settings` are passed on to `train_step`.
@@ -94,7 +94,7 @@ def add_up_gradients(
 
 
 def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32, whatever the model's dtype.
+    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32, for any model dtype.
 
     Cross-entropy works for both logits and log-probabilities, since log-softmax doesn't change log-probabilities.
     """
@@ -121,7 +121,7 @@ def layer_by_layer() -> Iterator[None]:
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
     """Return three sums over this rank's test images or tokens: loss, correct answers, count. Shape (3,), float64.
 
-    They're sums, not means, so ranks with different numbers of images can add them up and divide once.
+    They're sums, not means, so ranks with different numbers of images can add them up and divide at the end.
     """
     model.eval()
     sums = None

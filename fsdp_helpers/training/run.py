@@ -60,7 +60,7 @@ def train(
     view, starting = _live_view() if watched else ProgressBar(), f"training, {count_ranks(world_size)} on {device}"
     with closing(view):
         with shown_by_message(ValueError, DataError, CheckpointError):
-            if progress and on_data is None:  # otherwise, a line about the data comes first
+            if progress and on_data is None:  # otherwise, a line about the data is printed first
                 view.start(starting)
             source = prepare_run_data(config)
             if on_data is not None:
@@ -102,7 +102,7 @@ def train_each(
         configs = {name: replace(config, **changes) for name, changes in variants.items()}
         for name, one in configs.items():
             if one.checkpoint_dir is not None:
-                raise ValueError(f"{name}: train_each saves no checkpoints; leave checkpoint_dir out, or call train")
+                raise ValueError(f"{name}: train_each can't save checkpoints; leave checkpoint_dir out, or call train")
             device = _check_ranks(one, world_size, device)
             prepare_run_data(one)
     settings = {"world_size": world_size, "device": device, "progress": progress}
@@ -208,7 +208,7 @@ def prepare_run_data(config: TrainConfig) -> str:
     """
     if config.learns_text:
         return prepare_text(config)
-    _check_data_size(config, "mnist")  # against the larger source, so impossible runs are refused before a download
+    _check_data_size(config, "mnist")  # against the larger source, so impossible runs are rejected before a download
     source = prepare_data(config.data_dir)
     _check_data_size(config, source)
     return source

@@ -31,7 +31,7 @@ def started_as_rank() -> bool:
 def end_with_agent() -> None:
     """Have Linux kill this rank if its torchrun is killed; otherwise, it would keep training during the next run.
 
-    If torchrun was killed earlier, while this Python was starting, that goes unnoticed. In that case, the lock on the
+    If torchrun was killed earlier, while this process was starting, that goes unnoticed. In that case, the lock on the
     checkpoint folder keeps the next run from writing at the same time.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:

@@ -81,7 +81,7 @@ def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optim
 class EpochPart(NamedTuple):
     """The steps that a run takes in one epoch: all of them, unless it's resumed or ends early."""
 
-    epoch: int  # 0 is the first
+    epoch: int  # counted from 0
     first_step: int  # within the epoch
     num_steps: int
 
@@ -114,8 +114,8 @@ def train_epochs(
 ) -> tuple[list[EpochRecord], list[float]]:
     """Train, then evaluate, epoch by epoch; return the epochs' records and the loss of every step.
 
-    A rank sees only its own images, so it has only part of each sum. The parts are summed across ranks and divided
-    once, so every rank returns the same values.
+    A rank sees only its own images, so it has only part of each sum. The parts are summed across ranks and then
+    divided, so every rank returns the same values.
     """
     epochs, step_losses = [], []
     settings = step_settings(config, watch.gradient_norms)
@@ -144,7 +144,7 @@ def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
 
 
 def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
-    """Load the images or the text that `config` asks for; every rank has all of it on its device."""
+    """Load the images or the text that `config` names; every rank has all of it on its device."""
     if config.learns_text:
         dataset = text_dataset(
             read_text(config.text),
@@ -156,7 +156,7 @@ def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
         dataset = load_data(config.data_dir, train_images=config.train_images, test_images=config.test_images)
     if len(set(gather_over_ranks(dataset.source))) > 1:
         raise DataError(
-            "the ranks read different texts; give every machine the same file and the same Python"
+            "the ranks read different texts; give every machine the same file and the same Python version"
             if config.learns_text
             else "some ranks find MNIST and others don't; give every machine the same data folder"
         )
@@ -167,7 +167,7 @@ def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
 def config_batches(
     dataset: Dataset, config: TrainConfig, rank: int, world_size: int, epoch: int, first_step: int = 0
 ) -> Batches:
-    """Yield this rank's batches of one epoch: images (B / world_size, 1, 28, 28), labels (B / world_size,)."""
+    """Yield this rank's batches for one epoch: images (B / world_size, 1, 28, 28), labels (B / world_size,)."""
     return rank_batches(
         dataset.train,
         rank=rank,
@@ -189,7 +189,7 @@ def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple
 def epoch_record(
     config: TrainConfig, epoch: int, losses: list[float], seconds: float, test_sums: Tensor
 ) -> EpochRecord:
-    """Return an epoch's record. Means are computed from sums, so every image counts once on any number of ranks."""
+    """Return an epoch's record. Means are computed from sums, so each image counts once on any number of ranks."""
     test_loss, test_correct, test_images = test_sums.tolist()
     train_images = len(losses) * config.global_batch_size
     return EpochRecord(

@@ -1,4 +1,4 @@
-"""Fine-tune any causal language model in `transformers` with FSDP2. Besides torch, it needs `pip install transformers`.
+"""Fine-tune any causal language model in `transformers` with FSDP2. Besides torch, it needs transformers.
 
 Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs, or the CPU if there are
 fewer GPUs than ranks.
@@ -11,8 +11,8 @@ many documents as fit are packed into a row, unless the model's attention would 
 in RUN, and so does the finished model (or the adapter), in its own folder.
 
 Run the same command again to continue from the newest checkpoint, on any number of ranks. Between two runs, you may
-change --lr, --warmup, --steps, --epochs, and whatever doesn't affect the result. A different --batch, --length, --seed,
---held-out, data or kind of training is refused; use a new RUN for those.
+change --lr, --warmup, --steps, --epochs, and anything that doesn't affect the result. A different --batch, --length,
+--seed, --held-out, data or kind of training is refused; use a new RUN for those.
 """
 
 import argparse
@@ -67,10 +67,10 @@ try:
 except ImportError:
     sys.exit("finetune_hf.py needs transformers: pip install transformers")
 
-IGNORED = -100  # the target of a token that has no loss: padding, and the prompt
+IGNORED = -100  # the target of a token that has no loss, such as padding or part of the prompt
 CHUNK = 1024  # number of tokens whose logits exist at the same time
-MAX_NORM = 1.0  # the largest gradient norm; longer gradients are scaled down to it
-SCALE = 2.0  # factor of an adapter's output
+MAX_NORM = 1.0  # the largest gradient norm; larger gradients are scaled down to it
+SCALE = 2.0  # an adapter's output is multiplied by this
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DIGEST = "digest"
@@ -114,7 +114,7 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         type=read_interval,
         default="500",
         metavar="N|Nm",
-        help="steps between saves, or minutes, as in 20m (500)",
+        help="steps between saves, or minutes with an m, as in 20m (500)",
     )
     add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
     add("--held-out", type=float, default=0.02, help="fraction of the documents to hold out for testing (0.02)")
@@ -272,7 +272,7 @@ def document_of_messages(messages: list[dict], tokenizer) -> Document:
 def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
     """Return a document's tokens, and for each one whether it counts in the loss.
 
-    We encode each segment by itself, as at inference, where the prompt is encoded before there's an answer.
+    We encode each segment separately, as at inference time, when the prompt is encoded before there's an answer.
     """
     if not any(text for text, is_learned in document.segments if is_learned):
         return [], []
@@ -499,7 +499,7 @@ class FileTensor:
 
 
 def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
-    """Return the tensors in the files of the folder's index, or in all its files if it has none. Reads no values."""
+    """Return the tensors in the files of the folder's index, or in all its files if it has none, without values."""
     index = folder / "model.safetensors.index.json"
     names = [path.name for path in folder.glob("*.safetensors")]
     if index.exists():
@@ -559,13 +559,13 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]:
-    """Return the modules that become units: those of the class, or of the outermost list with the most parameters."""
+    """Return the modules that become units: those of the class, or those in the largest outermost list."""
     modules = dict(model.named_modules())
     if class_name:
         units = {name: module for name, module in modules.items() if type(module).__name__ == class_name}
         if not units:
             known = sorted({type(module).__name__ for module in modules.values()})
-            refuse(f"--unit {class_name}: the model has no such class; its classes are {', '.join(known)}")
+            refuse(f"--unit {class_name}: the model has no such class; it has {', '.join(known)}")
         return units
     lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList)}
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
@@ -576,7 +576,7 @@ def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]
 
 
 def shard(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device, arguments: argparse.Namespace) -> None:
-    """Make each layer a unit that's recomputed in backward. The rest, embedding and head, stays in the root.
+    """Make each layer a unit that's recomputed in backward. The rest (embedding and head) stays in the root.
 
     As its own unit, the head would be all-gathered again for every chunk of the loss.
     """
@@ -708,7 +708,7 @@ def export_adapters(model: nn.Module, adapted: list[str], arguments: argparse.Na
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    return max(run.glob("step-*"), default=None)  # names sort by step: all numbers have eight digits
+    return max(run.glob("step-*"), default=None)  # names sort by step, since all numbers have eight digits
 
 
 def empty_folder(path: Path) -> Path:
@@ -770,7 +770,7 @@ class Checkpoints:
         return self.writing is None or self.writing.done()
 
     def finish(self) -> None:
-        """Wait until all ranks have written their shards. Only then is the checkpoint renamed to its final name."""
+        """Wait until all ranks have written their shards. Only then does the checkpoint get its final name."""
         if self.writing is None:
             return
         try:
@@ -813,7 +813,7 @@ def load_newest(loss: TokenLoss, optimizer: torch.optim.Optimizer, run: Path) ->
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return all files that don't hold weights: configuration, tokenizer, chat template ..."""
+    """Return all files that don't hold weights, such as the configuration, tokenizer and chat template."""
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(WEIGHTS))
 
 
@@ -821,7 +821,7 @@ def export(model: nn.Module, folder: Path, files: dict[str, FileTensor], names: 
     """Write the model to a folder like the one it came from, with the same files, names and dtypes."""
     unfinished = run / "unfinished-model"
     if dist.get_rank() == 0:
-        empty_folder(unfinished)  # torch would join whatever it finds there
+        empty_folder(unfinished)  # torch would join everything it finds there
     dist.barrier()
     state = model.state_dict()
     tensors = {in_file: state[name].to(files[in_file].dtype) for in_file, name in names.items()}
@@ -909,7 +909,7 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
 def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
     """Accumulate the gradient of the batch's mean loss per target token. Return this rank's part of that mean.
 
-    Each micro-batch's gradients are reduced right away; otherwise each rank would hold full gradients until the last.
+    Each micro-batch's gradients are reduced right away; otherwise, ranks would hold full gradients until the last one.
     """
     num_learned = rows.num_learned(batch)
     total = torch.zeros((), device=device)
@@ -982,7 +982,7 @@ def train(
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak so far, in bytes: the tensors' on a GPU, or the process's on the CPU."""
+    """Return the peak memory so far, in bytes: of the tensors on a GPU, or of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -286,7 +286,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"heads": "0"}, "--heads works only with --llama or --vit"),
         ({"total": "10"}, "GPU-hours need a rate; name a --device, or give --tflops"),
         ({"sharding": "hybrid", "replicas": "3"}, "use a multiple of 3"),
-        ({"sharding": "none"}, "sharding 'none' exists in FSDP1 only"),
+        ({"sharding": "none"}, "sharding 'none' exists only in FSDP1"),
         ({"json": "no-such-folder/plan.json"}, "the folder no-such-folder doesn't exist"),
     ],
 )

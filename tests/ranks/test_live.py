@@ -265,7 +265,7 @@ def test_ranks_that_nobody_has_any_more_end(two):
 
 # ---------------------------------------------------------------- cells that fail
 
-MISSED = "it took no part in a collective that others began"
+MISSED = "it didn't take part in a collective that others began"
 FINISHED = "had finished the cell"
 FAILURES = {  # the cell, the ranks that it runs on, what its error says, and the last line of that
     "on both ranks": (

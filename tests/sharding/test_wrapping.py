@@ -90,7 +90,7 @@ def test_what_is_tied_outside_a_module_is_left_to_a_unit_around_both():
 
 def test_settings_of_a_single_unit_are_refused():
     policy = CustomPolicy(lambda module: {"sharding_strategy": "full"} if isinstance(module, nn.Linear) else False)
-    with pytest.raises(ValueError, match="for a Linear, but only FSDP1 has settings per unit"):
+    with pytest.raises(ValueError, match="for a Linear, but only FSDP1 supports settings per unit"):
         choose_units(model_without_values("shallow"), policy)
 
 

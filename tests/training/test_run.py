@@ -27,7 +27,7 @@ def test_the_second_of_two_trainings_is_that_of_a_launch_of_its_own(digits_dir):
 
 
 def test_what_cannot_work_is_refused_before_a_process_starts(tmp_path):
-    with pytest.raises(ValueError, match="resumable: train_each saves no checkpoints"):
+    with pytest.raises(ValueError, match="resumable: train_each can't save checkpoints"):
         train_each(FEW_STEPS, {"resumable": {"checkpoint_dir": str(tmp_path)}}, world_size=2, device="cpu")
     with pytest.raises(ValueError, match="global_batch_size"):
         train_each(FEW_STEPS, {"odd": {"global_batch_size": 7}}, world_size=2, device="cpu")

@@ -107,7 +107,7 @@ def differs(installed: str | None, locked: str) -> bool:
 
 
 def jupyter_finds_this_environment() -> Outcome:
-    """Ask Jupyter which interpreter the notebooks' kernel runs."""
+    """Find out from Jupyter which interpreter the notebooks' kernel runs."""
     missing = [name for name in JUPYTER if importlib.util.find_spec(name) is None]
     if missing == [*JUPYTER]:  # for example after `pip install .`
         return note(f"not installed: commands and scripts work, notebooks don't; {WITH_NOTEBOOKS} installs it")

@@ -42,7 +42,7 @@ def count() -> int:
     if are_hidden():
         raise Unfit(f"no GPU: {VISIBLE} hides them")
     if not torch.backends.cuda.is_built():
-        raise Unfit("no GPU: this torch is built for the CPU only")
+        raise Unfit("no GPU: this version of torch is built for the CPU only")
     if not (gpus := find_gpus(1)).count:
         raise Unfit("no GPU here")
     return gpus.count
@@ -51,7 +51,7 @@ def count() -> int:
 def usable() -> Outcome:
     found, problem = count(), find_gpus(1).problem
     return Outcome(
-        not problem, f"torch can't use them: {problem}" if problem else f"{found}, and torch computes on the first"
+        not problem, f"torch can't use them: {problem}" if problem else f"{found}, and torch can compute on the first"
     )
 
 

@@ -1,4 +1,4 @@
-"""Find processes left over from earlier runs: fork servers whose notebook has ended, ranks whose torchrun has."""
+"""Find processes left over from earlier runs: fork servers and ranks whose notebook or torchrun has ended."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Check the machine: cores, memory, files, data, GPU."""
+"""Check the machine: cores, memory, files, data and GPU."""
 
 import os
 import shutil
@@ -136,6 +136,6 @@ def gpu_is_usable_or_absent() -> Outcome:
         raise Unfit(f"{VISIBLE} hides all GPUs; ranks run on the CPU")
     gpus = find_gpus(1)
     if gpus.problem:
-        remedy = f"update the driver, or install a torch that matches it; until then, {VISIBLE}= hides it"
+        remedy = f"update the driver, or install a torch version that matches it; until then, {VISIBLE}= hides it"
         return Outcome(False, f"torch can't use this machine's GPU ({gpus.problem}); {remedy}")
     return Outcome(True, f"{gpus.count} that torch can use" if gpus.count else "none: ranks run on the CPU")

@@ -17,7 +17,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"
 
 
 def rank_variables() -> Outcome:
-    """Look for torchrun's variables outside torchrun: `train` would think it's a rank, and wait for the others."""
+    """Look for torchrun's variables outside torchrun: with them, `train` would run as a rank, and wait for others."""
     found = {name: os.environ[name] for name in dict.fromkeys((*TELLING, *RANK_VARIABLES)) if name in os.environ}
     said, names = ", ".join(f"{name}={value}" for name, value in found.items()), " ".join(found)
     if not found:
@@ -62,7 +62,7 @@ def interfaces_exist() -> Outcome:
         )
     chosen = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if chosen and not matches_nccl(chosen, there):
-        return note(f"NCCL_SOCKET_IFNAME={chosen} matches none of {', '.join(there)}: NCCL would find no interface")
+        return note(f"NCCL_SOCKET_IFNAME={chosen} matches none of {', '.join(there)}: NCCL wouldn't find an interface")
     return Outcome(True, ", ".join(there))
 
 

@@ -42,7 +42,7 @@ def line(row: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return the report's last line, which says whether this machine is ready."""
+    """Return the report's last line, which states whether this machine is ready."""
     wrong = [row.check for row in rows if row.result == FAIL]
     if wrong:
         return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Fix the first one, and run doctor again."

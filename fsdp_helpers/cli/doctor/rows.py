@@ -48,7 +48,7 @@ class Row:
 
 
 def look_at(look: Look) -> Row:
-    """Run one check and return its row; if it raises an error, the row says so."""
+    """Run one check and return its row; if it raises an error, the row reports that."""
     try:
         outcome = look.run()
         result, measured = outcome.result, outcome.measured

@@ -52,10 +52,10 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that kernels and terminals need on top of the `given` ones."""
     variables = {
         "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),
-        "OMP_WAIT_POLICY": "PASSIVE",  # with busy cores, spinning threads make a step take ten times as long
+        "OMP_WAIT_POLICY": "PASSIVE",  # if cores are busy, spinning threads make a step take ten times as long
         "PET_LOG_DIR": os.devnull,  # otherwise, every torchrun leaves a folder with output that the cell shows anyway
     }
-    if sys.prefix != sys.base_prefix:  # so that this environment's python comes first, also in terminals
+    if sys.prefix != sys.base_prefix:  # so that this environment's python comes first, in terminals as well
         variables["VIRTUAL_ENV"] = sys.prefix
         variables["PATH"] = _joined(Path(sys.executable).parent, given.get("PATH"))
     return variables

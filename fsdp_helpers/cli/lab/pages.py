@@ -1,4 +1,4 @@
-"""A notebook as one HTML page with its pictures and styles embedded, so it can be shown without a network."""
+"""A notebook as one HTML page with its pictures and styles embedded, so that it can be viewed offline."""
 
 import re
 from base64 import b64encode

@@ -64,7 +64,7 @@ def main() -> None:
     num_copied = len(copy_missing(options.work))
     print(f"{options.work}: {num_copied} new file(s); the others are unchanged")
     if options.reset is not None:
-        print(f"{reset(options.work, options.reset)} is the original again")
+        print(f"{reset(options.work, options.reset)} has been reset to the original")
         print(IF_IT_IS_OPEN)
 
 

@@ -79,7 +79,7 @@ class Ledger:
         return (owner, kind, name) in self._held
 
     def free(self, owner: str, kind: str, name: str) -> None:
-        """Remove the owner's term of that kind and name, if it's there."""
+        """Remove the owner's term of that kind and name, if there is one."""
         term = self._held.pop((owner, kind, name), None)
         self._bytes -= term.bytes if term else 0
 

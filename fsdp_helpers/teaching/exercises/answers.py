@@ -1,4 +1,4 @@
-"""Check a reader's answer: ask for it, call it, refuse it in one line, or count it as solved."""
+"""Check a reader's answer: call it, reject it with a one-line message, or count it as solved."""
 
 import functools
 import random
@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_helpers.teaching.failures.entry import link_to
 
-BEYOND_ALL = 1e300  # no answer comes near it; infinity and NaN aren't below it, so they're refused
+BEYOND_ALL = 1e300  # no answer comes near it; infinity and NaN aren't below it, so they're rejected
 
 
 class NotYet(AssertionError):

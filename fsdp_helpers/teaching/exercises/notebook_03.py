@@ -58,7 +58,7 @@ def check_lower_peak(record: RunRecord | None) -> str:
 
 @exercise("03")
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 03: check a `Unit` that shards, unshards, reduces gradients, reshards; a rank holds 16 P / N bytes."""
+    """Notebook 03: check a `Unit` that shards, unshards, reduces gradients and reshards, on 16 P / N bytes per rank."""
     read_module(module, "Unit")
     for found, says, world_size in results_of(train_readers_unit, module, ranks):
         _expect_unit(found, -(-NET_PARAMS // world_size), says)

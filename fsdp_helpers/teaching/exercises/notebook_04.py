@@ -112,7 +112,7 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
 
 
 class SmallTransformer(nn.Module):
-    """The transformer to shard: `embed`, eight equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
+    """The transformer to shard: `embed`, eight equal `blocks`, and `head`. (B, WIDTH) -> (B, CLASSES)"""
 
     def __init__(self) -> None:
         super().__init__()

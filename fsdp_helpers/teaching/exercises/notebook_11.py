@@ -89,7 +89,7 @@ def cause_of(failure: Failure) -> str:
 
 @exercise("11")
 def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
-    """Compare each answer with its case: symptom, cause, fix."""
+    """Compare each answer with its case: symptom, cause and fix."""
     for number, case in enumerate(cases.cases, start=1):
         answer = answers.get(number)
         expect_answered(answer)

@@ -35,7 +35,7 @@ SHAPE = LlamaShape(
     width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4, tied=True
 )
 NUM_UNITS = SHAPE.depth + 1
-# The lengths of a batch's documents, by rank and micro-batch; documents differ in number and length. A zero is an
+# The lengths of a batch's documents, by rank and micro-batch; their number and their lengths vary. A zero is an
 # empty row.
 LENGTHS = {
     2: (((40, 3, 17, 0), (9,)), ((30,), (25, 6))),

@@ -135,7 +135,7 @@ class ResidualBlock(nn.Module):
 
 
 class MovedModel(nn.Module):
-    """The model to move: `embed`, equal `blocks`, `head`. (B, WIDTH) -> (B, CLASSES)"""
+    """The model to move: `embed`, equal `blocks`, and `head`. (B, WIDTH) -> (B, CLASSES)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def step_losses(losses: list[float]) -> list[float]:
 
 
 def problem_in_file(path: Path, right: MovedModel) -> str:
-    """Return the reason why one process can't use the file as the weights of the baseline, or "" if it can."""
+    """Return why one process can't use the file as the weights of the baseline, or "" if it can."""
     if not path.exists():
         return "no file was written to `path`"
     weights = torch.load(path, weights_only=True)

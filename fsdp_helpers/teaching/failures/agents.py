@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts the ranks of a machine: its arguments, signals, rendezvous and end."""
+"""torchrun's agent, which starts the ranks of a machine: its arguments, signals, rendezvous and shutdown."""
 
 import os
 import signal

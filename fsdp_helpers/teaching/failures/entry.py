@@ -56,8 +56,8 @@ class Failure:
     tolerance: float = 1e-5
     group_timeout_s: float | None = None  # of the broken run's collectives
     stall_s: float = 2.0  # a broken run whose ranks haven't moved for this long counts as hanging
-    not_in: str = ""  # the last PyTorch known not to show the symptom, such as "2.11"
-    since: str = ""  # the first PyTorch that has the fix, such as "2.13"
+    not_in: str = ""  # the last PyTorch version known not to show the symptom, such as "2.11"
+    since: str = ""  # the first PyTorch version that has the fix, such as "2.13"
 
     def __post_init__(self) -> None:
         if self.symptom not in SYMPTOMS:

@@ -1,4 +1,4 @@
-"""Checkpoints that don't load: in a different form, a different place, or from a different PyTorch."""
+"""Checkpoints that don't load: in another form, in another place, or from another version of PyTorch."""
 
 import argparse
 import tempfile

@@ -104,7 +104,7 @@ def without_frames(text: str) -> str:
 
 
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
-    """Run `worker`, and write all standard error, even C++'s, to this rank's path. This is a rank function, too.
+    """Run `worker`, and write its standard error, even from C++, to this rank's path. This, too, is a rank function.
 
     Its temporary files are next to that path, so that they're removed even if the rank is killed.
     """
@@ -137,17 +137,17 @@ def shows_symptom(failure: Failure, seen: Seen) -> bool:
 
 
 def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
-    """Return whether a broken run shows its symptom or, on a PyTorch without the problem, doesn't."""
+    """Return whether a broken run ends as expected: with its symptom or, before PyTorch had the problem, without it."""
     return shows_symptom(failure, seen) == (not failure.not_in or torch_release() > failure.not_in)
 
 
 def torch_release() -> TorchVersion:
-    """Return this PyTorch's major and minor version, such as 2.15."""
+    """Return the major and minor version of the installed PyTorch, such as 2.15."""
     return TorchVersion(".".join(torch.__version__.split(".")[:2]))
 
 
 def has_fix(failure: Failure) -> bool:
-    """Return whether this PyTorch has the fix for the failure."""
+    """Return whether the installed PyTorch has the fix for the failure."""
     return not failure.since or torch_release() >= failure.since
 
 

@@ -1,4 +1,4 @@
-"""Failures in loading weights and optimizer state into a sharded model, or in saving them."""
+"""Failures when loading weights and optimizer state into a sharded model, or when saving them."""
 
 import tempfile
 from pathlib import Path

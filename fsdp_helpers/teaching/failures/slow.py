@@ -207,7 +207,7 @@ def half_of_the_tokens() -> Numbers:
 
 
 def count_copied_gradients(model: nn.Module) -> Numbers:
-    """Return how many warnings about strides DDP gives in one backward: one for each gradient that it copies."""
+    """Return how many warnings about strides DDP issues in one backward: one for each gradient that it copies."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(gray_images()).square().mean().backward()

@@ -96,7 +96,7 @@ def check_each_collective(rank: int, world_size: int) -> None:
 
 
 def read_flight_recorder(rank: int, world_size: int) -> tuple[str, list]:
-    """Call different collectives, time out after two seconds, and return the last recorded one's name and input sizes."""
+    """Call different collectives, time out after two seconds, and return the last recorded name and input sizes."""
     impatient = dist.new_group()
     set_timeout(timedelta(seconds=2), impatient)
     with suppress(RuntimeError):

@@ -22,7 +22,7 @@ from fsdp_helpers.teaching.figures.style import (
 )
 from fsdp_helpers.training.palette import TEXT_COLOR
 
-THIN = 0.36  # height of one of the two bars of a row
+THIN = 0.36  # height of one of the two bars in a row
 ROOM = 0.07  # share of the axis: a part narrower than this has no room for its number
 
 

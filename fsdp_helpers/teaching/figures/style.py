@@ -19,7 +19,7 @@ from fsdp_helpers.planning.plan import CATEGORIES
 from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.training.palette import BLUE, TEXT_STYLE
 
-# After M. Okabe and K. Ito, "Color Universal Design", 2008: distinguishable with any color vision.
+# After M. Okabe and K. Ito, "Color Universal Design", 2008: distinguishable with any type of color vision.
 ORANGE, GREEN, VERMILION, PURPLE = "#e69f00", "#009e73", "#d55e00", "#cc79a7"
 STATE_COLORS = {"parameters": BLUE, "gradients": "#56b4e9", "optimizer": "#c6e2f5"}
 # A rank's bytes within a step: its state, and temporary buffers.

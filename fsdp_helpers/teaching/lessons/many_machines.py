@@ -23,7 +23,7 @@ def add_up_without(rank: int, world_size: int, stopped: int) -> float:
 
 
 def copies_apart(rank: int, world_size: int) -> dict[str, dict[str, float]]:
-    """Return how much two hybrid copies differ when they start from one seed, and when each rank has its own."""
+    """Return how much two hybrid copies differ when they start from the same seed, and when each rank has its own."""
     warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs, each rank draws its own values
     return {"one seed": train_copies(0, world_size), "a seed per rank": train_copies(rank, world_size)}
 

@@ -63,7 +63,7 @@ def torchrun_command(*arguments: object) -> list[str]:
 
 @contextmanager
 def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
-    """Run commands at the same time; at the end of the block, terminate those still running, then kill what's left."""
+    """Run commands at the same time; at the end of the block, terminate those still running, then kill the rest."""
     settings = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,

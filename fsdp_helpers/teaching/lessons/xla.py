@@ -1,4 +1,4 @@
-"""Run PyTorch/XLA scripts in their own environment, or show their saved output if that isn't installed.
+"""Run PyTorch/XLA scripts in their own environment, or show their saved output if it isn't installed.
 
 torch_xla needs one particular version of torch, so we don't import it here. A script in notebooks/xla gets a folder
 with its settings, images and initial parameters, runs in the other interpreter, and writes its result as JSON.
@@ -79,7 +79,7 @@ def run_script(
 
 
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
-    """Merge all replicas' files into one file of full tensors, with the library's own command; save it as safetensors.
+    """Merge all replicas' files into one file of full tensors, with the library's command; save it as safetensors.
 
     Its tensors have the plain model's names, as in the files that `fsdp_helpers.consolidate` writes. Raises the same
     errors as `run_script`.

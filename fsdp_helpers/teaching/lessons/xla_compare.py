@@ -131,7 +131,7 @@ def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: boo
 def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, reshard: bool = True) -> dict[str, int]:
     """Count the all-gathers and reduce-scatters of an XLA step: per tensor or, flattened, per unit.
 
-    The root is all-gathered once, since it stays unsharded from forward to backward; so is every unit that isn't
+    The root is all-gathered only once, since it stays unsharded from forward to backward; so is every unit that isn't
     resharded.
     """
     root, *others = [min(1, len(unit)) if flatten else len(unit) for unit in tensors]

@@ -1,4 +1,4 @@
-"""A card in the failure gallery: the broken code, its symptom, why, how to tell, the fix, and the proof."""
+"""A card in the failure gallery: the broken code, its symptom, the reason, how to tell, the fix, and the proof."""
 
 import re
 

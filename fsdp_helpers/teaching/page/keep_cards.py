@@ -94,7 +94,7 @@ def new_run(failure: Failure) -> tuple[str, str]:
 
 
 def plain_output(failure: Failure) -> str:
-    """Run a failure that ends in an error under torchrun, and return its output; "" for one that doesn't."""
+    """Run a failure that ends in an error under torchrun, and return its output; for any other, return ""."""
     is_error = failure.says or failure.name in plain.SCRIPTS
     return cards.plain_text(plain.run_plainly(failure.name)) if is_error else ""
 
