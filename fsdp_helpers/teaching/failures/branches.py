@@ -351,7 +351,7 @@ BRANCHES = (
         behavior=(
             "CheckpointError in backward with activation checkpointing",
             "FSDP and activation checkpointing, or gradient checkpointing, leading to an error in backward",
-            "MoE routing, dropout, a random or data-dependent path differs in the recomputation",
+            "MoE routing, dropout, or another random or data-dependent path differs during recomputation",
             "gradient checkpointing with use_cache, torch.compile, autocast or FlashAttention fails in backward",
             "activation checkpointing outside FSDP, in the wrong order; checkpoint_wrapper",
         ),

@@ -250,7 +250,7 @@ SLOW = (
         name="slow-gather-every-micro-batch",
         title="Accumulation over four micro-batches makes the network four times as busy",
         why="Each micro-batch is a forward and a backward, and each all-gathers every unit again.",
-        tell="Count the all-gathers of one step: their number grows with the number of micro-batches.",
+        tell="Count the all-gathers in one step: the count grows with the number of micro-batches.",
         fix=(
             "Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
             "`model.set_reshard_after_backward(is_last)` for each micro-batch."
@@ -273,9 +273,7 @@ SLOW = (
             "The logits of a chunk are computed by calling the head. If the head is a unit, each call all-gathers it, "
             "and so does each recomputation in backward."
         ),
-        tell=(
-            "Count the all-gathers of one step with 1 chunk and with 4: their number grows with the number of chunks."
-        ),
+        tell=("Count the all-gathers in one step with 1 chunk and with 4: the count grows with the number of chunks."),
         fix=(
             "Leave the head in the root unit: call `fully_shard(model)`, but not `fully_shard(model.head)`. The root "
             "stays unsharded from forward to backward."

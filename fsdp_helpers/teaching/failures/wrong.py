@@ -309,8 +309,8 @@ WRONG = (
         name="wrong-muon-local-rows",
         title="Muon on shards: updates of the wrong size and direction",
         why=(
-            "Muon orthogonalizes a full matrix. If you give it only a rank's rows, the update is off by 30 to 69% of "
-            "its length, measured on random matrices from 8 x 8 to 1,024 x 256 with 2 to 8 ranks. No error is raised. "
+            "Muon orthogonalizes a full matrix. If you give it only one rank's rows, the update is off by 30 to 69% of "
+            "its norm (on random matrices from 8 x 8 to 1,024 x 256, with 2 to 8 ranks). No error is raised. "
             "`torch.optim.Muon` on DTensors is right, but that has a price: it all-gathers each matrix in every "
             "iteration of its Newton-Schulz loop."
         ),

@@ -244,7 +244,7 @@ WRONG_DATA = (
         ),
         tell="Print the metric and the number of images on each rank.",
         fix=(
-            "Call `dist.all_reduce(torch.tensor([hits, num_images]))`, then divide. Or use "
+            "Put both counts into one tensor, `totals`, call `dist.all_reduce(totals)`, then divide. Or use "
             "`accelerator.gather_for_metrics`, torchmetrics, or `self.log(..., sync_dist=True)`."
         ),
         numbers=("each process returns a different accuracy, loss or validation result",),

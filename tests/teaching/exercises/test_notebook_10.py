@@ -191,7 +191,7 @@ LAZY = SOLVED.partition("\nexport")[0] + "\nexit 0\n"
     [
         (STARTER, "#SBATCH --partition: nothing is given"),
         (LAZY, "0 torchruns were started"),
-        ("echo\n", "the first line has to say which shell"),
+        ("echo\n", "the first line has to name the shell"),
     ],
 )
 def test_the_starter_and_lazy_ones_are_refused(check, text, message):

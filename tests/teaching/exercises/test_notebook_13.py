@@ -27,7 +27,7 @@ class TestDocumentLoss(BuildTestsOnRanks):
     worker = staticmethod(notebook_13.documents_by_reader)
     starter = "on 2 ranks, rank 0: no gradients were reduced"
     wrong = [
-        ([("    dist.all_reduce(num_documents)", "    pass")], "direction is wrong .*same weight.*wrong-mean-of-means"),
+        ([("    dist.all_reduce(num_documents)", "    pass")], "direction is off .*same weight.*wrong-mean-of-means"),
         (
             [(" * dist.get_world_size()", "")],
             "the gradient's norm is 0.500 times the norm in one process .*wrong-summed-loss",
