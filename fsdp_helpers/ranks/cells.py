@@ -132,7 +132,7 @@ class Cells:
 
 
 def _count_point_to_point() -> Counter[str]:
-    """Start counting point-to-point messages, which groups number along with their collectives; return the counts."""
+    """Start counting point-to-point messages, which share one numbering with their group's collectives; return them."""
     counts: Counter[str] = Counter()
     for name in ("send", "recv", "recv_anysource"):
 

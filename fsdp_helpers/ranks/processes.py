@@ -33,8 +33,8 @@ WAITING_SHARE = 0.03  # of a core; a rank that uses less than this is only waiti
 class Processes(AbstractContextManager):
     """One process per rank, each with a link for messages and with pipes for its output.
 
-    Each runs `body`; see `run_rank`. Its output is passed to on_output(rank, stream, data), its notes to on_note(note,
-    rank), and its answers to the last message are collected. With two `streams`, standard output and standard error are
+    Each runs `body`; see `run_rank`. Its output goes to on_output(rank, stream, data), and its notes go to on_note(note,
+    rank). Its answers to the last message are collected. With two `streams`, standard output and standard error are
     kept apart; with one, they stay in order. The processes end with the `with` block.
     """
 

@@ -370,7 +370,7 @@ def pack(sizes: list[int], length: int) -> list[list[int]]:
 
 
 class Rows:
-    """The documents in the file of tokens, arranged in rows: some for training, some held out."""
+    """The documents in the token file, arranged in rows: some for training, some held out."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.file = safe_open(arguments.out / TOKENS, "pt")

@@ -114,7 +114,7 @@ def expect_whole(given: Any) -> None:
 
 
 def call(function: Callable | None, *arguments: object, **named: object) -> Any:
-    """Call the reader's function and return its result; raise NotYet if it fails, or if either is `...` or None."""
+    """Call the reader's function and return its result; raise NotYet if it fails, or if it or its result is `...` or None."""
     given = call_or_none(function, *arguments, **named)
     expect_answered(given)
     return given

@@ -39,7 +39,7 @@ Parts = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class MovedByReader:
-    """The result, on one rank, of a reader's move."""
+    """What the reader's moved job returned on one rank."""
 
     whole: list[str]  # parameters that aren't sharded
     units: list[str]

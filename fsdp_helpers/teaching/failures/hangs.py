@@ -201,7 +201,7 @@ HANGS = (
             "hangs with FSDP at the end of evaluation, or at the end of an epoch; works fine with DDP",
             "generate hangs when ranks generate texts of different lengths; synced_gpus",
             "one rank stops early, breaks out of the loop, or has an empty batch, and the others wait",
-            "an uneven number of batches for each GPU",
+            "a different number of batches on each GPU",
             "the program hangs with all GPUs",
             "stuck at 0% of a new epoch, or after a few epochs",
             "one rank has more samples or batches than the others: training hangs at the end of an epoch",
@@ -296,8 +296,8 @@ HANGS = (
         name="hang-local-decision",
         title="Each rank decides for itself when to stop or to save",
         why=(
-            "In early stopping, *save if it's the best so far*, a time limit or a signal handler, each rank looks at "
-            "a different number, such as the loss on its own validation images. `dist.reduce` gives the sum only to "
+            "With early stopping, *save if it's the best so far*, a time limit or a signal handler, each rank decides by "
+            "a number of its own, such as the loss on its own validation images. `dist.reduce` gives the sum only to "
             "rank 0. One rank leaves the loop, or starts to save, and the others wait for it."
         ),
         tell=(

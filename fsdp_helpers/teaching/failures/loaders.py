@@ -349,7 +349,7 @@ LOADERS = (
         ),
         tell=(
             "With `num_workers=0`, memory stays flat. The workers' total PSS (from `smem` or "
-            "`/proc/PID/smaps_rollup`) grows with the number of samples read. It ends with *Killed* or *Cannot "
+            "`/proc/PID/smaps_rollup`) grows with the number of samples read. The run ends with *Killed* or *Cannot "
             "allocate memory*."
         ),
         fix=(

@@ -149,7 +149,7 @@ def own_bytes(model: nn.Module) -> int:
 
 
 def compare_checkpoints(one: str, other: str) -> dict[str, tuple[int, int, float]]:
-    """Compare two files from `save_ddp`; return each part's counts of tensors and values, and largest difference."""
+    """Compare two files from `save_ddp`; for each part, return its numbers of tensors and values and its largest difference."""
     parts = [tensors_by_part(torch.load(path, weights_only=True)) for path in (one, other)]
     compared = {}
     for part, tensors in parts[0].items():
