@@ -267,7 +267,7 @@ class TrainConfig:
             )
 
     def _batch_sizes_nearby(self, world_size: int) -> str:
-        """Return the nearest global batch sizes that divide evenly among ranks and don't exceed the training set."""
+        """Return the nearest global batch sizes that split evenly and don't exceed the number of training images."""
         fewest, most = (self.train_images or known for known in FEWEST_AND_MOST_TRAIN_IMAGES)
         together = world_size * self.micro_batches
         larger = (self.global_batch_size // together + 1) * together

@@ -172,7 +172,7 @@ class RunRecord:
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Return why the run took fewer steps than `max_steps`, or none at all, and how to fix that; otherwise, None."""
+        """Return why the run took fewer than `max_steps` steps, or none at all, and what to do; None if it took all."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
@@ -184,7 +184,7 @@ class RunRecord:
         return None
 
     def to_json(self) -> dict:
-        """Return the record, without its traces, in the form that the command line writes."""
+        """Return the record without traces, in the form that the command line writes."""
         fields = asdict(self)
         del fields["traces"]
         return fields

@@ -265,7 +265,7 @@ def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str,
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a copy of the nested dicts in `tree` with the values that `found` has for each path; omit other leaves."""
+    """Return the nested dicts in `tree` with leaf values looked up by path in `found`; omit leaves not found there."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

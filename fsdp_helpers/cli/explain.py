@@ -66,8 +66,8 @@ def explain_text(text: str) -> str:
 def find_cards(text: str) -> list[Match]:
     """Return the cards that match a message or a full output, best first.
 
-    If the text contains a message from the index, that counts most, especially if the message has many or
-    rare words. Otherwise, each line is compared with each phrase in the index, and the full text with a card's full text, by
+    A message from the index that occurs in the text counts most, especially if the message is long or has rare
+    words. Otherwise, each line is compared with each phrase in the index, and the full text with a card's full text, by
     the words they have in common. Rare words count more, and a pair of neighboring words counts as one more word.
     """
     lines = [words for line in text.splitlines() if (words := words_of(line))]

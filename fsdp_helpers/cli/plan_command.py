@@ -473,7 +473,7 @@ def _paste_lines(
 
 
 def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
-    """Return the words of a command for `plan`, whose settings may differ from those in `options`."""
+    """Return the words of a command that makes `plan`, with the model taken from `options`."""
     words = ["python", "-m", "fsdp_helpers", "plan"]
     for name in ("model", "config"):
         words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []

@@ -65,7 +65,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
-    """Within the block, make a notebook show only the message of an error of these `kinds`, without a traceback."""
+    """Within the block, make a notebook show errors of these `kinds` as a message, without a traceback."""
     try:
         yield
     except kinds as error:

@@ -93,7 +93,7 @@ def flush() -> None:
 
 
 def _end_with_parent(folder: str) -> None:
-    """End this rank and everything it has started when its parent ends (for example, a kernel that's restarted)."""
+    """End this rank and everything it has started when its parent ends, for example when a kernel is restarted."""
     parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:

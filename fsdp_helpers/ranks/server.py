@@ -159,7 +159,7 @@ def end_children(pid: int, spare: Iterable[int] = ()) -> None:
 
 
 def _children(pid: int) -> set[int]:
-    """Return the children of a process, including those it has adopted; none if there's no /proc."""
+    """Return the children of a process, including adopted children; none if there's no /proc."""
     found = ""
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended in the meantime
