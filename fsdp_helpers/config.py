@@ -319,7 +319,7 @@ def require_whole(name: str, value: object) -> None:
 
 
 def require_seconds(**limits_s: float | None) -> None:
-    """Raise ValueError with the limit's name unless each limit is None or a positive number of seconds."""
+    """Raise ValueError unless each limit is None or a positive number of seconds; the message names the limit."""
     for name, limit_s in limits_s.items():
         if limit_s is not None and not (is_number(limit_s) and limit_s > 0):
             raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0")

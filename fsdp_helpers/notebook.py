@@ -18,7 +18,7 @@ def is_notebook() -> bool:
 
 
 class InPlace:
-    """An output that's displayed once and then updated in place; a saved notebook keeps its last state."""
+    """An output that's displayed once and then updated in place; a saved notebook keeps the output's last state."""
 
     def __init__(self) -> None:
         self._handle = None

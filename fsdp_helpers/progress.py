@@ -1,7 +1,7 @@
 """One progress bar for any number of ranks: workers report their progress, and one process draws it with tqdm.
 
-A worker calls `report(...)`. Where its reports go depends on what started it: under `launch`, to the parent process;
-under torchrun, rank 0 draws its own; otherwise, they're dropped.
+A worker calls `report(...)`. Under `launch`, its reports go to the parent process, which draws them. Under torchrun,
+rank 0 draws its own reports. Otherwise, reports are dropped.
 """
 
 import sys
@@ -105,7 +105,7 @@ def in_lines() -> Iterator[None]:
 class ProgressBar:
     """One tqdm bar at a time: in a notebook, a line that updates in place and stays; in a terminal, tqdm's usual bar.
 
-    If there's neither (as in a log file or CI), it draws nothing, or prints lines; see `in_lines`.
+    Anywhere else (as in a log file or CI), it draws nothing, or prints lines; see `in_lines`.
     """
 
     def __init__(self) -> None:

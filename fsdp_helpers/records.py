@@ -133,7 +133,7 @@ class EpochRecord:
 
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest difference between two lists of losses, step by step; NaN if any of them is NaN.
+    """Return the largest per-step difference between two lists of losses; NaN if any loss is NaN.
 
     Raises ValueError if they have different numbers of steps.
     """

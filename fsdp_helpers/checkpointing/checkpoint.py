@@ -1,7 +1,7 @@
 """`save` and `load` the full state of any training loop, atomically, as one folder.
 
 Every rank writes its shards to its own file, and rank 0 writes an index of all shards; if every rank has a full copy
-(DDP), the ranks split the work of writing one. Everything else is in `state.pt`, which is read with
+(DDP), the ranks split the work of writing it. Everything else is in `state.pt`, which is read with
 `torch.load(weights_only=True)`, so loading never runs code.
 """
 

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints, each of which is written atomically. No torch import.
+"""A run's checkpoint folder, in which each checkpoint is written atomically. No torch import.
 
 `DIR/step-00000020/` has the files of one checkpoint and `checkpoint.json`, which describes them. It's written under a
 temporary name and renamed once every byte is on disk, so a folder with the final name is complete, even if the process
@@ -43,7 +43,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name; 0 if the name doesn't have one."""
+    """Return the step number in a checkpoint's name, or 0 if there isn't one."""
     found = re.fullmatch(r"step-(\d{8,})", path.name)
     return int(found[1]) if found else 0
 

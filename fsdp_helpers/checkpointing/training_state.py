@@ -1,6 +1,6 @@
 """Training state in memory: tensors by name, and everything else an optimizer keeps. Rank 0 can save it in one file.
 
-Tensors have the same names as in the plain model, so any strategy, on any number of ranks, can load another's state.
+Tensors are named as in the plain model, so a state can be loaded under any strategy, on any number of ranks.
 """
 
 import os

@@ -138,7 +138,7 @@ def phrases_of_cards() -> dict[str, tuple[str, ...]]:
 
 @cache
 def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the words in a card's index rows and title, and those in its explanation."""
+    """Return the words in a card's index rows and title, and separately the words in its explanation."""
     card = TEXTS[name]
     seen = frozenset().union(*(words_of(phrase) for phrase in phrases_of_cards()[name]))
     return seen, words_of(" ".join([card.why, card.tell, card.fix]))

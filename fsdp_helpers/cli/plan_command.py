@@ -414,7 +414,7 @@ def _reason(plan: Plan) -> str:
 
 
 def _held_back_lines(plan: Plan, waits: Plan | None) -> Iterator[str]:
-    """Yield the gain and the cost of reducing gradients only after the last micro-batch."""
+    """Yield the savings and the cost of reducing gradients only after the last micro-batch."""
     if waits is None:
         return
     fits = "which fits" if waits.fits else "which doesn't fit"

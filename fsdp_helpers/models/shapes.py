@@ -202,7 +202,7 @@ def shape_from_config(config: dict) -> LlamaShape:
 
 
 def require_sizes(config: dict, keys: Sequence[str]) -> None:
-    """Raise ValueError, naming the keys, unless each of `keys` has a whole number above zero."""
+    """Raise ValueError unless each of `keys` has a positive whole number; the message names the keys."""
     if missing := [key for key in keys if not isinstance(config.get(key), int) or isinstance(config[key], bool)]:
         raise ValueError(f"no whole number for {', '.join(missing)}; the model's size depends on it")
     if wrong := [key for key in keys if config[key] < 1]:
@@ -250,7 +250,7 @@ def rope_of_config(config: dict) -> tuple[dict, str]:
 def llama_from_config(config: dict) -> LlamaShape:
     """Return the shape of a model that `fsdp_helpers.models.llama` can build from a Hugging Face `config.json`.
 
-    Raises ValueError, naming the key, for features this model doesn't have: biases, other activation functions,
+    Raises a ValueError that names the key for features this model doesn't have: biases, other activation functions,
     and position scaling other than Llama 3.1's.
     """
     _, rope_type = rope_of_config(config)

@@ -112,7 +112,7 @@ class Cells:
     def _keep_source(self, text: str) -> None:
         """Put this cell in front of the source in which `inspect.getsource` finds classes.
 
-        Up to 3.12, Python takes the first class with that name. Since 3.13, it takes the one at the class's
+        Up to 3.12, Python takes the first class with that name. Since 3.13, it takes the class at line
         `__firstlineno__`, so the classes of earlier cells move down.
         """
         lines = f"{text}\n".splitlines(keepends=True)
@@ -123,7 +123,7 @@ class Cells:
         linecache.cache[CELLS] = (sum(map(len, self.source)), None, self.source, CELLS)
 
     def _count_collectives(self) -> dict[tuple, int]:
-        """Return how many collectives each of this rank's groups has run so far, without point-to-point messages."""
+        """Return how many collectives each of this rank's groups has run so far; point-to-point messages don't count."""
         return {
             (group.group_name, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
             - self.point_to_point[group.group_name]

@@ -46,7 +46,7 @@ def launch(
 
     `worker` is an importable function. It runs in a process group (gloo on the CPU, nccl with one device per rank on
     CUDA) whose ranks meet through a file in a private folder, so they don't use a port. What it prints is shown here
-    line by line; with several ranks, each line names the one that printed it, unless `name_ranks` is False. A rank that
+    line by line; with several ranks, each line names its rank, unless `name_ranks` is False. A rank that
     waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None), and its
     error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
     communication no longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already
@@ -197,7 +197,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _can_import_main() -> bool:
-    """Return True if a new process can import this program's main module: a script, or that of `python -m module`."""
+    """Return True if a new process can import this program's main module: a script, or a module run with -m."""
     main = sys.modules["__main__"]
     if main.__spec__ is not None:
         return not main.__spec__.name.endswith("__main__")

@@ -130,7 +130,7 @@ class Processes(AbstractContextManager):
     def find_cause(self) -> tuple[int, Failure] | None:
         """Return the rank that made the others fail, and its failure; None if no rank has failed.
 
-        A rank that has ended comes before one that reported a failure, and those that only waited for others come last.
+        A rank that has ended comes before ranks that reported a failure; ranks that only waited for others come last.
         If several ranks sent the same message, the first of them is returned.
         """
         if ended := self.ends.keys() - self.answers.keys():
@@ -215,7 +215,7 @@ class Processes(AbstractContextManager):
             ) from None  # not from the end of its link, if that came first
 
     def describe_end(self, rank: int) -> str:
-        """Describe the end of a process that didn't send a message."""
+        """Describe how a process ended without sending a message."""
         code = self.ends[rank]
         if code is None or code >= 0:
             return f"the process ended with exit status {code}"
@@ -224,7 +224,7 @@ class Processes(AbstractContextManager):
         return f"the process was ended by {name}{hint}"
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the Python stack of each of these ranks; "" for one that can't answer."""
+        """Return the Python stack of each of these ranks; "" for any rank that can't answer."""
         alive = {rank: self.pids[rank] for rank in ranks if self._processes[rank].is_alive()}
         return dict.fromkeys(ranks, "") | stacks.ask(self.folder.name, alive)
 

@@ -141,7 +141,7 @@ def adopt_orphans() -> None:
 
 
 def end_own_children() -> None:
-    """End everything this process has started or adopted, since it's about to end, too."""
+    """End everything this process has started or adopted, because the process itself is about to end."""
     for child in multiprocessing.active_children():
         child.kill()
     end_children(os.getpid())

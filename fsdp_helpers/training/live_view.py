@@ -1,6 +1,6 @@
 """Watch a run in a notebook: a line per rank, a loss curve and a memory chart, all redrawn during training.
 
-The view updates text and a picture in place instead of using a widget, so a saved notebook keeps its last state.
+The view updates text and a picture in place instead of using a widget, so a saved notebook keeps the view.
 """
 
 import base64
@@ -110,8 +110,8 @@ def run_picture(
 ) -> tuple[str, dict[str, int]]:
     """Return a PNG in base64, and the width and height at which to show it.
 
-    It shows the smoothed loss so far, drawn over a pale line of each step's loss. Next to it, once known, are the bytes
-    that each rank holds between two steps (solid) and at a step's peak (pale).
+    It shows the smoothed loss so far, drawn over a pale line of the loss in each step. Next to that, it shows the bytes
+    that each rank holds between two steps (solid) and at the peak of a step (pale), once they're known.
     """
     with rc_context({**TEXT_STYLE, "axes.spines.top": False, "axes.spines.right": False}):
         fig = Figure(figsize=(8, 2.2), dpi=PIXELS_PER_INCH, layout="constrained")

@@ -202,7 +202,7 @@ def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
 
 
 def prepare_run_data(config: TrainConfig) -> str:
-    """Make sure that workers will find their data; return the source: "mnist", "digits", or "text" and its digest.
+    """Make sure that workers will find their data; return its source: "mnist", "digits", or "text" and a digest.
 
     Raises ValueError if there are too few images or sequences.
     """

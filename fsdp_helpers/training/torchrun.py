@@ -31,7 +31,7 @@ def started_as_rank() -> bool:
 def end_with_agent() -> None:
     """Have Linux kill this rank if its torchrun is killed; otherwise, it would keep training during the next run.
 
-    If torchrun was killed earlier, while this process was starting, that goes unnoticed. In that case, the lock on the
+    This process doesn't notice if torchrun was killed while the process was starting. In that case, the lock on the
     checkpoint folder keeps the next run from writing at the same time.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -98,5 +98,5 @@ def reports_bad_input() -> bool:
 
 
 def leave_it_to_rank_0() -> None:
-    """Wait, so that rank 0 can report before torchrun ends all ranks, as it does when the first one exits."""
+    """Wait so that rank 0 can report first, because torchrun ends all ranks as soon as one of them exits."""
     time.sleep(LEAVE_S)

@@ -144,7 +144,7 @@ def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
 
 
 def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
-    """Load the images or the text that `config` names; every rank has all of it on its device."""
+    """Load the images or the text that `config` names; every rank has the entire data set on its device."""
     if config.learns_text:
         dataset = text_dataset(
             read_text(config.text),

@@ -321,7 +321,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
 
 
 def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[bool], list[int], Counter]:
-    """Return all documents' tokens, whether each counts in the loss, where each document ends, and numbers to print."""
+    """Return all tokens, whether each token counts in the loss, where each document ends, and numbers to print."""
     tokens, learned, ends = [], [], [0]
     counts = Counter()
     for document in read_documents(arguments.data, tokenizer):

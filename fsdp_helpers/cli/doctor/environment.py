@@ -1,4 +1,4 @@
-"""Check the Python environment: its versions, and whether Jupyter finds it."""
+"""Check the Python environment: the versions in it, and whether Jupyter finds it."""
 
 import importlib
 import importlib.metadata as metadata

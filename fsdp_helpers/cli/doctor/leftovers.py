@@ -28,7 +28,7 @@ class Orphan:
 
 
 def processes_of_earlier_runs() -> Outcome:
-    """List processes that may be left over, as a note: only their owner knows whether they're still needed."""
+    """Return a note that lists possible leftover processes; only their owner knows whether they're still needed."""
     left = list(orphans())
     if not left:
         return Outcome(True, "no processes from earlier runs")

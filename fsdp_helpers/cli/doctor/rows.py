@@ -7,7 +7,7 @@ PASS, NOTE, FAIL, SKIP = "ok", "note", "WRONG", "-"
 
 
 class Unfit(Exception):
-    """This machine can't run the check, so it's skipped; the message says what's missing."""
+    """Raised if this machine can't run a check, which is then skipped; the message says what's missing."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def _section(title: str, texts: list[str]) -> list[nbformat.NotebookNode]:
 
 
 def write_handouts(notebooks: list[Path], folder: Path, *, solutions: bool) -> Iterator[Path]:
-    """Write a page for each notebook, and one for the glossary that they link to; yield their paths."""
+    """Write a page for each notebook and one for the glossary that they link to; yield the paths of all pages."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {path.stem for path in (*notebooks, GLOSSARY)}
     for path in notebooks:

@@ -38,7 +38,7 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
 def sign(notebooks: Sequence[Path]) -> None:
     """Sign notebooks as if they had been run here: otherwise, JupyterLab sanitizes their saved outputs.
 
-    Signatures are stored in Jupyter's data folder. If that isn't writable, print a line saying they're missing.
+    Signatures are stored in Jupyter's data folder. If it isn't writable, print that signatures are missing.
     """
     if not notebooks:
         return
