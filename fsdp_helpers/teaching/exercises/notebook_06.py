@@ -50,7 +50,7 @@ BACKGROUND_S = 0.4  # how long a save in the background gets
 
 @exercise("06")
 def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:
-    """Notebook 06: check the size in bytes of an fp32 checkpoint with Adam state, for any strategy and number of ranks."""
+    """Notebook 06: check the bytes in an fp32 checkpoint with Adam state, for any strategy and number of ranks."""
     for num_params in (1_199_882, 7 * 10**9, *(DRAW.randint(1, 10**10) for _ in range(FRESH_CASES))):
         given = call(checkpoint_bytes, num_params)
         expect_number(given)
