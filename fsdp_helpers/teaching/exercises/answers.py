@@ -1,4 +1,4 @@
-"""Check a reader's answer: call it, reject it with a one-line message, or count it as solved."""
+"""Check a reader's answer: run it, then reject it with a one-line message or count it as solved."""
 
 import functools
 import random
@@ -15,7 +15,7 @@ BEYOND_ALL = 1e300  # no answer comes near it; infinity and NaN aren't below it,
 class NotYet(AssertionError):
     """Raised when an answer is missing or wrong; a notebook shows only the message, after an amber label.
 
-    `cards` are the names of the cards in notebook 11 about this failure; the notebook links to them above the message.
+    `cards` names the notebook 11 cards about this failure; the notebook links to them above the message.
     """
 
     look = "\x1b[30;43m"  # black on amber
@@ -56,9 +56,9 @@ _solved: set[str] = set()
 
 
 def exercise(notebook: str) -> Callable:
-    """Return a decorator for a notebook's checkers: it counts solved exercises, and lets checkers raise only NotYet.
+    """Return a decorator for a notebook's checkers that counts solved exercises and lets checkers raise only NotYet.
 
-    An unexpected kind of answer mustn't end in a traceback through the checker, which would show the solution.
+    An unexpected kind of answer mustn't cause a traceback through the checker, which would show the solution.
     """
 
     def register(checker: Callable[..., str]) -> Callable[..., Solved]:
@@ -83,20 +83,20 @@ def exercise(notebook: str) -> Callable:
 
 
 def show_links(cards: Sequence[str]) -> None:
-    """Show links to these cards in notebook 11, since links in an error's text can't be clicked."""
+    """Show links to these cards in notebook 11, since links in an error message can't be clicked."""
     from IPython.display import Markdown, display  # ranks import this module, too, but don't need IPython
 
     display(Markdown(f"Notebook 11 breaks the same thing on purpose, and fixes it: {' · '.join(map(link_to, cards))}"))
 
 
 def expect(holds: bool, message: str, *cards: str) -> None:
-    """Raise NotYet with `message` unless the condition holds; `cards` are the names of related cards in notebook 11."""
+    """Raise NotYet with `message` unless `holds` is true; `cards` names related cards in notebook 11."""
     if not holds:
         raise NotYet(message, *cards)
 
 
 def expect_answered(answer: Any) -> None:
-    """Raise NotYet if the answer is still the starter's `...` or None."""
+    """Raise NotYet if the answer is None or still the `...` from the starter code."""
     expect(answer is not None and answer is not ..., "replace the ... with your answer")
 
 
@@ -114,7 +114,7 @@ def expect_whole(given: Any) -> None:
 
 
 def call(function: Callable | None, *arguments: object, **named: object) -> Any:
-    """Call the reader's function and return its result; raise NotYet if it fails, or if it or its result is `...` or None."""
+    """Return the result of the reader's function; raise NotYet if the call fails or the function or result is `...` or None."""
     given = call_or_none(function, *arguments, **named)
     expect_answered(given)
     return given
@@ -140,7 +140,7 @@ def error_line(error: BaseException) -> str:
 
 
 def in_short(value: Any) -> str:
-    """Describe a value for a message, in one line: the start of its repr, and its type."""
+    """Return a one-line description of a value for a message: the start of its repr and its type."""
     text = " ".join(repr(value).split())
     return f"{text[:60]}{'...' if len(text) > 60 else ''} (type {type(value).__name__})"
 
@@ -153,7 +153,7 @@ DRAW = random.SystemRandom()  # unpredictable, even if a notebook sets a seed
 
 
 def sizes_and_ranks(*edge_cases: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of a size (bytes or parameters) and a number of ranks that divides it; the edge cases come first."""
+    """Yield (size, number of ranks that divides it) pairs, edge cases first; a size is in bytes or parameters."""
     yield from edge_cases
     for _ in range(FRESH_CASES):
         world_size = DRAW.randint(2, 64)

@@ -1,4 +1,4 @@
-"""Exercises for notebook 01: count parameters, use up a memory budget, and find the largest batch."""
+"""Exercises for notebook 01: count parameters, fill a memory budget, and find the largest batch."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ LARGEST_BATCH = RunTask(
 
 @exercise("01")
 def check_parameter_count(answer: int | None) -> str:
-    """Notebook 01: check the number of parameters in a convolution: 64 to 128 channels, 5 x 5 kernels, a bias."""
+    """Notebook 01: check the parameter count of a convolution from 64 to 128 channels with 5 x 5 kernels and a bias."""
     expect_whole(answer)
     # 128 kernels, each with 64 x 5 x 5 weights and one bias
     right = 128 * (64 * 5 * 5) + 128
@@ -28,7 +28,7 @@ def check_parameter_count(answer: int | None) -> str:
 
 @exercise("01")
 def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
-    """Notebook 01: check how many fp32 parameters fit in a budget of bytes, with their gradients and Adam's moments."""
+    """Notebook 01: check how many fp32 parameters fit in a memory budget along with their gradients and Adam moments."""
     for budget_bytes in (0, 15, 16, 31, *(DRAW.randint(32, 80 * 10**9) for _ in range(FRESH_CASES))):
         answer = call(largest_model, budget_bytes)
         expect_whole(answer)
@@ -40,7 +40,7 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
 
 @exercise("01")
 def check_largest_batch(record: RunRecord | None) -> str:
-    """Notebook 01: check the largest power-of-two batch with which ShallowNet peaks below 60 MB in one process."""
+    """Notebook 01: check the largest power-of-two batch size that keeps ShallowNet's peak below 60 MB in one process."""
     verdict = judge_run(record, LARGEST_BATCH)
     batch_size = record.config.global_batch_size
     expect(batch_size & (batch_size - 1) == 0, f"{batch_size} is below the limit, but not a power of two")

@@ -24,7 +24,7 @@ BUCKET_SIZES = (41_000, 1_000_000)  # bytes; the largest gradient fits in either
 
 @exercise("02")
 def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] | None) -> str:
-    """Notebook 02: check the smallest bucket, in bytes, for which latency is at most 10% of an all-reduce's time."""
+    """Notebook 02: check the smallest bucket size in bytes at which latency is at most 10% of the all-reduce time."""
     # One pass takes the link's latency plus the time to send one part. Fresh links range from a
     # loopback to one between buildings.
     fresh = [(DRAW.randint(2, 2_048), DRAW.uniform(1, 200) * 1e-6, DRAW.uniform(0.1, 900) * 1e9) for _ in range(5)]
@@ -46,7 +46,7 @@ def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] 
 
 @exercise("02")
 def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 02: check `average_gradients(model, bucket_bytes)`: DDP's losses, with one all-reduce per bucket."""
+    """Notebook 02: check that `average_gradients(model, bucket_bytes)` gives DDP's losses with one all-reduce per bucket."""
     read_module(module, "average_gradients")
     for world_size in ranks:
         answer = run_on_ranks(average_by_reader, module, world_size)[0]
@@ -65,7 +65,7 @@ def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RAN
 def average_by_reader(
     rank: int, world_size: int, module: str
 ) -> dict[int, tuple[list[float], list[float], list[Collective]]]:
-    """Return, by bucket size, the losses with the reader's averaging, DDP's losses, and the last step's collectives."""
+    """Map each bucket size to the reader's losses, DDP's losses, and the collectives in the reader's last step."""
     average_gradients = import_own(module, "average_gradients")
     model = DistributedDataParallel(build_net())
     right = train_averaging(model, rank, world_size, lambda: None)

@@ -42,7 +42,7 @@ SAME_PEAK = 0.01  # relative difference allowed between the peaks of two runs wi
 
 @exercise("03")
 def check_lower_peak(record: RunRecord | None) -> str:
-    """Notebook 03: check that a run of ShallowNet peaks below 30 MB on every rank, with its batch unchanged."""
+    """Notebook 03: check that a run of ShallowNet peaks below 30 MB on every rank with the batch size unchanged."""
     verdict = judge_run(record, LOWER_PEAK)
     again = train(
         replace(record.config, max_steps=3), world_size=record.world_size, device=record.device, progress=False
@@ -58,7 +58,7 @@ def check_lower_peak(record: RunRecord | None) -> str:
 
 @exercise("03")
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 03: check a `Unit` that shards, unshards, reduces gradients and reshards, on 16 P / N bytes per rank."""
+    """Notebook 03: check that `Unit` shards, unshards, reduces gradients and reshards with 16 P / N bytes per rank."""
     read_module(module, "Unit")
     for found, says, world_size in results_of(train_readers_unit, module, ranks):
         _expect_unit(found, -(-NET_PARAMS // world_size), says)
@@ -67,7 +67,7 @@ def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedUnit:
-    """The result, on one rank, of training with a reader's unit."""
+    """One rank's result from training with a reader's unit."""
 
     losses: list[float]
     right: list[float]  # the losses in one process
@@ -107,7 +107,7 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
 
 
 def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
-    """Train with the reader's unit, as notebook 03 does by hand, and measure its held bytes and its collectives."""
+    """Train with the reader's unit as notebook 03 does by hand, and measure the bytes it holds and its collectives."""
     unit_class = import_own(module, "Unit")
     model = build_net()
     right = plain_losses(model, adam(list(model.parameters())))
@@ -147,9 +147,9 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
 
 
 def bytes_outside_of_torch(snapshot: tracemalloc.Snapshot, module: str) -> int:
-    """Return the bytes of all NumPy arrays, and of the Python objects that the module's lines created.
+    """Return the total size in bytes of all NumPy arrays and of the Python objects created by the module's code.
 
-    Tensor storage isn't included, because `trace_memory` already counts it. Neither are small objects, such as the
+    Tensor storage isn't included, because `trace_memory` already counts it. Small objects aren't included either, such as the
     Python objects that wrap tensors.
     """
     arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)

@@ -61,13 +61,13 @@ CUT_COLLECTIVES = 14
 
 @exercise("04")
 def check_threshold(record: RunRecord | None) -> str:
-    """Notebook 04: check DeepNet's units on two ranks, with limits on the peak and on the collectives per step."""
+    """Notebook 04: check that DeepNet's units on two ranks stay within limits on the peak and on collectives per step."""
     return judge_run(record, THRESHOLD)
 
 
 @exercise("04")
 def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 04: check that `shard_model(model, mesh)` chooses units for a low peak with few collectives."""
+    """Notebook 04: check that `shard_model(model, mesh)` chooses units that give a low peak and few collectives."""
     read_module(module, "shard_model")
     for found, says, world_size in results_of(train_readers_cut, module, ranks):
         _expect_cut(found, CUT_PEAK_BYTES[world_size], says)
@@ -79,7 +79,7 @@ def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedCut:
-    """The result, on one rank, of training a model whose units a reader chose."""
+    """One rank's result from training a model whose units a reader chose."""
 
     losses: list[float]
     right: list[float]  # the losses in one process
@@ -132,7 +132,7 @@ class SmallTransformer(nn.Module):
 
 
 def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
-    """Let the reader's code shard the transformer; train it, and record its units, peak and collectives."""
+    """Shard the transformer with the reader's code, train it, and record its units, peak and collectives."""
     shard_model = import_own(module, "shard_model")
     model = SmallTransformer()
     right = plain_losses(model, sgd(model))
@@ -176,7 +176,7 @@ GATHERS = 2 * HOOKED_BLOCKS  # per step: one before each block's forward, and on
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedHooks:
-    """The result, on one rank, of training with a reader's hooks."""
+    """One rank's result from training with a reader's hooks."""
 
     losses: list[float]
     right: list[float]  # the losses in one process
@@ -187,7 +187,7 @@ class TrainedHooks:
 
 @exercise("04")
 def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 04: check `hook_block(block, whole, gather)`: `whole` takes memory only while its block computes."""
+    """Notebook 04: check that after `hook_block(block, whole, gather)`, `whole` takes memory only while `block` computes."""
     read_module(module, "hook_block")
     for found, says, _ in results_of(train_readers_hooks, module, ranks):
         _expect_hooks(found, says)
@@ -227,7 +227,7 @@ class Widen(nn.Module):
 
 
 def build_model() -> nn.Sequential:
-    """Build four blocks and a plain layer, the same on every rank. (B, WIDTH) -> (B, CLASSES)
+    """Build four blocks and a plain layer with the same values on every rank. (B, WIDTH) -> (B, CLASSES)
 
     The first block's inputs don't need a gradient, as in a model that gets data directly: a hook that waits for the
     gradient of that block's inputs would run too early.
@@ -276,7 +276,7 @@ class ShardedBlock:
 
 
 class Onlooker:
-    """Records the bytes of full parameters in the blocks, and the largest number of blocks unsharded at once."""
+    """A recorder for the full-parameter bytes in the blocks and the largest number of blocks unsharded at once."""
 
     def __init__(self, blocks: list[ShardedBlock]) -> None:
         self.blocks = blocks
@@ -284,11 +284,11 @@ class Onlooker:
         self.most_whole = 0
 
     def look(self, moment: str) -> None:
-        """Record the bytes of all blocks while none of them computes."""
+        """Record the total full-parameter bytes in the blocks at a moment when none of them computes."""
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: ShardedBlock, when: str) -> None:
-        """Count the unsharded blocks while this one computes; raise if it's resharded, which would crash."""
+        """Count the unsharded blocks while `block` computes; raise RuntimeError if `block` is resharded, which would crash."""
         if block.whole_bytes == 0:
             is_first = block is self.blocks[0] and when == "backward"
             because = "; this block's inputs need no gradient, so don't wait for one" if is_first else ""
@@ -303,7 +303,7 @@ class Onlooker:
 
 
 def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks:
-    """Train four blocks with the reader's hooks, and record when their storage isn't empty."""
+    """Train four blocks with the reader's hooks, and record when the blocks' storage isn't empty."""
     hook_block: Callable = import_own(module, "hook_block")
     plain = build_model()
     right = plain_losses(plain, sgd(plain))

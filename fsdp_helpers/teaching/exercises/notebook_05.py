@@ -19,7 +19,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import read_module
 
 @exercise("05")
 def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None) -> str:
-    """Notebook 05: check the (device bytes, host bytes) that a rank holds between steps with everything offloaded."""
+    """Notebook 05: check the device and host bytes that a rank holds between steps with everything offloaded."""
     for num_params, world_size in sizes_and_ranks((1_000_000, 1), (94_104_234, 2)):
         given = call(split, num_params, world_size)
         is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -44,7 +44,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
 def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float], int] | None) -> str:
     """Notebook 05: check the fewest images per rank whose arithmetic takes at least as long as a step's copies.
 
-    The arguments are the number of parameters, how many of them are in the root, the number of ranks, the seconds of
+    The arguments are the number of parameters, the number of root parameters, the number of ranks, the seconds of
     arithmetic per image, and the link's bytes per second in each direction; both directions run at once, in parallel
     with the arithmetic.
     """
@@ -70,7 +70,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
 
 
 def _links() -> Iterator[tuple[int, int, int, float, float]]:
-    """Yield models, ranks and links: edge cases, then fresh ones that take few or many images."""
+    """Yield combinations of model, ranks and link: edge cases, then random cases that need few or many images."""
     yield 1_000_000, 0, 1, 1e-3, 1e9  # 8 MB at 1 GB/s take 8 ms: 8 images
     yield 1_000_000, 1_000_000, 1, 1e-3, 1e9  # the root alone: 4 ms
     yield 1_000_000, 0, 8, 1e-2, 1e9  # 1 ms, less than an image takes
@@ -83,7 +83,7 @@ def _links() -> Iterator[tuple[int, int, int, float, float]]:
 
 @exercise("05")
 def check_plan(module: str = "my_plan") -> str:
-    """Notebook 05: check `blocks_to_offload(...)`, the fewest blocks to offload; None if no number fits."""
+    """Notebook 05: check that `blocks_to_offload(...)` returns the fewest blocks to offload, or None if no number fits."""
     plan = read_module(module, "blocks_to_offload")
     for case in _plan_cases():
         given = _plan_of_reader(plan, case)
@@ -99,7 +99,7 @@ def check_plan(module: str = "my_plan") -> str:
 
 
 def _plan_cases() -> list[dict[str, int]]:
-    """Return fresh models with device and host memory that's ample, too small, or exactly enough."""
+    """Return random models with ample, too little, or exactly enough device and host memory."""
     draw = DRAW.randint
     cases = []
     for _ in range(20):
@@ -118,7 +118,7 @@ def _plan_cases() -> list[dict[str, int]]:
 
 
 def _plan_of_reader(plan: Callable, case: dict[str, int]) -> int | None:
-    """Return the reader's answer, which may be None; a function that always returns None fails in other cases."""
+    """Return the reader's answer, which may be None; a function that always returns None fails on other cases."""
     given = call_or_none(plan, *case.values())
     if given is not None:
         expect_whole(given)
@@ -133,13 +133,13 @@ def _fits(offloaded: int, **case: int) -> bool:
 
 
 def _device_needs(offloaded: int, *, num_blocks: int, block_params: int, world_size: int, **memory: int) -> float:
-    """Return the device bytes: blocks that stay, the active block's full parameters and gradients, and activations."""
+    """Return the device bytes for resident blocks, the active block's full parameters and gradients, and activations."""
     staying = 16 * block_params * (num_blocks - offloaded) / world_size
     return staying + 8 * block_params + memory["activation_bytes"]
 
 
 def _host_needs(offloaded: int, *, block_params: int, **_: int) -> int:
-    """Return the host bytes; all ranks share the machine's memory, and together they hold offloaded blocks in full."""
+    """Return the host bytes; the ranks share the machine's memory and together hold the offloaded blocks in full."""
     return 16 * block_params * offloaded
 
 

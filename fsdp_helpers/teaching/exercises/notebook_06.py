@@ -1,4 +1,4 @@
-"""Exercises for notebook 06: a checkpoint's bytes and files, the interval between saves, and a loop that resumes."""
+"""Exercises for notebook 06: checkpoint size and files, the interval between saves, and a loop that resumes."""
 
 import io
 import os
@@ -50,7 +50,7 @@ BACKGROUND_S = 0.4  # how long a save in the background gets
 
 @exercise("06")
 def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:
-    """Notebook 06: check the bytes of a checkpoint with Adam in fp32, for any strategy and any number of ranks."""
+    """Notebook 06: check the size in bytes of an fp32 checkpoint with Adam state, for any strategy and number of ranks."""
     for num_params in (1_199_882, 7 * 10**9, *(DRAW.randint(1, 10**10) for _ in range(FRESH_CASES))):
         given = call(checkpoint_bytes, num_params)
         expect_number(given)
@@ -65,7 +65,7 @@ def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> s
 
 @exercise("06")
 def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]] | None) -> str:
-    """Notebook 06: check which of the old ranks' files a new rank opens, for a tensor sharded by rows."""
+    """Notebook 06: check which old ranks' files a new rank opens for a tensor sharded by rows."""
     draw = DRAW.randint
     fresh = [(draw(1, 200), draw(1, 9), draw(1, 9)) for _ in range(4 * FRESH_CASES)]
     # the same number of ranks; rows for only three of four ranks; ranges that touch but don't overlap; padding
@@ -94,14 +94,14 @@ def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: st
 
 
 def _rows(num_rows: int, world_size: int, rank: int) -> range:
-    """Return the rows that FSDP gives a rank, split as `torch.chunk` does; the last ranks may get none."""
+    """Return the rows that FSDP gives a rank, splitting as `torch.chunk` does; the last ranks may get none."""
     rows_a_rank = -(-num_rows // world_size)
     return range(min(rank * rows_a_rank, num_rows), min((rank + 1) * rows_a_rank, num_rows))
 
 
 @exercise("06")
 def check_saving_interval(interval_s: Callable[[float, float], float] | None) -> str:
-    """Notebook 06: check the interval between checkpoints, in seconds, that loses the least time (Young's formula)."""
+    """Notebook 06: check the checkpoint interval in seconds that minimizes lost time (Young's formula)."""
     draw = DRAW.uniform
     for save_s, between_failures_s in (
         (10.0, 86_400.0),
@@ -123,7 +123,7 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
 
 @exercise("06")
 def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
-    """Notebook 06: check `train_loop(...)`, killed on the first number of ranks and resumed on the second."""
+    """Notebook 06: check `train_loop(...)` when it's killed on `ranks[0]` ranks and resumed on `ranks[1]`."""
     read_module(module, "train_loop")
     killed_on, resumed_on = ranks
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
@@ -150,7 +150,7 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
 
 
 def _run_until_killed(module: str, world_size: int, folder: str) -> int:
-    """Run the reader's loop until it's killed, as if its machine had died; return its exit status."""
+    """Run the reader's loop until it's killed, as if its machine had died, and return the exit status."""
     try:
         run_on_ranks(run_readers_loop, module, world_size, folder, True)
     except NotYet as failure:
@@ -162,7 +162,7 @@ def _run_until_killed(module: str, world_size: int, folder: str) -> int:
 
 
 def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
-    """Raise NotYet unless the `steps` that `loss_of` was called for continue from the newest complete checkpoint."""
+    """Raise NotYet unless the `steps` passed to `loss_of` continue from the newest complete checkpoint."""
     expect(bool(steps), f"{says}doesn't take any steps")
     expect(steps[0] > 0, f"{says}starts at step 1, so nothing was loaded")
     expect(
@@ -177,10 +177,10 @@ def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
 def run_readers_loop(
     rank: int, world_size: int, module: str, folder: str, is_killed: bool
 ) -> tuple[dict[int, float], list[float]]:
-    """Return the losses of the steps that the reader's loop took, and those of an uninterrupted run in one process.
+    """Return the losses by step in the reader's loop, and the losses of an uninterrupted run in one process.
 
-    With `is_killed`, all ranks exit in the save after KILLED_AFTER steps or, if that save doesn't write through DCP or
-    `torch.save`, in a step soon after it.
+    If `is_killed` is true, all ranks exit during the save after KILLED_AFTER steps. If that save doesn't use DCP or
+    `torch.save`, they exit in a step soon after it.
     """
     model = shard_net(world_size)
     optimizer = adam(list(model.parameters()))
@@ -207,15 +207,15 @@ def run_readers_loop(
 
 
 def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a schedule that computes the rate from its own step count; others compute it from the optimizer's rate."""
+    """Return a schedule that computes the rate from its step count; other schedules start from the optimizer's rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.7**steps)
 
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """Within the block, the save after KILLED_AFTER `taken` steps writes only some of its files, then exits.
+    """Make the save after KILLED_AFTER `taken` steps write only some of its data and exit, within the block.
 
-    With DCP, only rank 0's file is written. `torch.save` writes half of its file.
+    DCP writes only rank 0's file; `torch.save` writes half of its file.
     """
     dying = dist.new_group(timeout=timedelta(seconds=5))  # a separate group, since a save may run in a thread
     write_data, save = FileSystemWriter.write_data, torch.save

@@ -1,4 +1,4 @@
-"""Exercises for notebook 07: stay below a peak, accumulate gradients over micro-batches, and compute their norm."""
+"""Exercises for notebook 07: stay below a peak, accumulate gradients over micro-batches, and compute the gradient norm."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,10 +85,10 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
 
 
 def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
-    """Run the reader's steps; return each step's passes, reduce-scatters and gradient norms.
+    """Run the reader's steps; return the passes, reduce-scatters and gradient norms for each step.
 
-    There are four norms: the one that the reader's function returns, those of the accumulated gradient before and after
-    that call, and the one in a single process.
+    Each step has four norms: the result of the reader's function, the norm of the accumulated gradient before and after
+    that call, and the norm in a single process.
     """
     add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
     model, plain = shard_net(world_size), build_net()
@@ -128,7 +128,7 @@ def as_number(given: Any) -> float | str:
 
 @contextmanager
 def note_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
-    """Yield a list that records each pass of `model` within the block: ("forward" or "backward", number of images)."""
+    """Yield a list that records each pass of `model` within the block as ("forward" or "backward", number of images)."""
     passes = []
 
     def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Exercises for notebook 08: count a transformer's parameters, find the fewest ranks for it, and load it sharded."""
+"""Exercises for notebook 08: count a transformer's parameters, find the fewest ranks that it fits on, and load it sharded."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -46,7 +46,7 @@ LACKING = "blocks.3.linear1.weight"  # a file without it is damaged
 
 @exercise("08")
 def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
-    """Notebook 08: check the number of parameters in a ViT, from the nine numbers in its shape."""
+    """Notebook 08: check the parameter count of a ViT, computed from the nine numbers in its shape."""
     for shape in [*VIT_SHAPES.values(), *(_fresh_shape() for _ in range(FRESH_CASES))]:
         with torch.device("meta"):
             right = count_params(ViT(shape))
@@ -74,9 +74,9 @@ def _fresh_shape() -> ViTShape:
 
 @exercise("08")
 def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
-    """Notebook 08: check the fewest ranks that can initialize a model from meta, layer by layer; None if it never fits.
+    """Notebook 08: check the fewest ranks that can initialize a model layer by layer from meta, or None if it never fits.
 
-    `layers` lists the number of parameters in each layer, which is one tensor; a device has room for `device_bytes`.
+    `layers` lists the number of parameters in each layer; a layer is one tensor. A device holds `device_bytes`.
     Shards aren't rounded up.
     """
     for layers, device_bytes in _starts():
@@ -97,7 +97,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
 
 
 def _starts() -> list[tuple[list[int], int]]:
-    """Return pairs of layers and device bytes: edge cases with known outcomes, then fresh ones; some never fit."""
+    """Return (layers, device bytes) pairs: edge cases with known outcomes, then random cases; some never fit."""
     # 4 bytes x (1,000 / N + 1,000 + 1,000 / N): 12,000 on one rank, 8,000 on two, more than 4,000 on any number
     cases = [([1_000], 12_000), ([1_000], 11_999), ([1_000], 8_000), ([1_000], 4_000), ([64] * 10, 10**9)]
     for _ in range(FRESH_CASES):
@@ -111,7 +111,7 @@ def _starts() -> list[tuple[list[int], int]]:
 
 
 def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
-    """Return True if all shards, the unsharded largest layer and a copy of its shard fit; uses exact integers."""
+    """Return True if all shards, the unsharded largest layer and a copy of its shard fit, in exact integer arithmetic."""
     return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
 
 
@@ -127,7 +127,7 @@ def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class StartedByReader:
-    """The result, on one rank, of a reader's `start_sharded`."""
+    """One rank's result from a reader's `start_sharded`."""
 
     whole: list[str]  # parameters that aren't sharded
     on_meta: list[str]
@@ -175,7 +175,7 @@ def _expect_start(found: StartedByReader, says: str) -> None:
 
 
 def _expect_short_file_refused(module: str, world_size: int) -> None:
-    """Raise NotYet unless `start_sharded` fails, on any rank, when the weights lack one of a block's tensors."""
+    """Raise NotYet unless `start_sharded` fails on some rank when the weights lack a tensor from a block."""
     try:
         launch_readers(start_from_short_file, module, world_size)
     except RankError:
@@ -188,7 +188,7 @@ def _expect_short_file_refused(module: str, world_size: int) -> None:
 class PretrainedTransformer(nn.Module):
     """The transformer to start: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
 
-    It turns numbers into token IDs, and predicts one: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that isn't in
+    It turns numbers into token IDs and predicts one token: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that isn't in
     any state dict; `fill_buffers` computes it.
     """
 
@@ -218,7 +218,7 @@ class PretrainedTransformer(nn.Module):
 
 
 def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
-    """Let the reader's `start_sharded` load rank 0's weights, check the resulting model, and train it."""
+    """Load rank 0's weights with the reader's `start_sharded`, then check and train the resulting model."""
     start_sharded = import_own(module, "start_sharded")
     torch.manual_seed(0)
     plain = PretrainedTransformer()
@@ -247,12 +247,12 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
 
 
 def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
-    """Return the model's tensors as a safetensors file has them: a tied one appears only under its first name."""
+    """Return the model's tensors as a safetensors file stores them: a tied tensor appears only under its first name."""
     return {name: value.clone() for name, value in model.state_dict().items() if name != TIED}
 
 
 def start_from_short_file(rank: int, world_size: int, module: str) -> None:
-    """Give the reader's `start_sharded` weights that lack one of a block's tensors; it should fail."""
+    """Call the reader's `start_sharded` with weights that lack a tensor from a block; the call should fail."""
     start_sharded = import_own(module, "start_sharded")
     weights = file_of(PretrainedTransformer())
     del weights[LACKING]

@@ -1,4 +1,4 @@
-"""Check a reader's planner against ours on fresh clusters, and against one real rank of N."""
+"""Check a reader's planner against ours on random clusters, and against a run on one real rank."""
 
 from collections.abc import Callable
 from random import SystemRandom
@@ -31,7 +31,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     """Notebook 09: check `largest_batch(model, world_size, device_gb, allowance_gb)`, in images per rank.
 
     It returns None if not even one image fits. The model trains with FSDP2 in fp32, with a unit per block and every
-    block recomputed. At the end, a real rank of N trains with the reader's batch on a very small device.
+    block recomputed. At the end, one real rank trains with the reader's batch size on a very small device.
     """
     largest_batch = read_module(module, "largest_batch", with_package=True)
     cases = _cases(num_cases)
@@ -52,7 +52,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
 
 
 def _cases(num_cases: int) -> list[dict[str, Any]]:
-    """Return fresh clusters, and one on which not even one image fits."""
+    """Return random clusters, plus one on which not even one image fits."""
     draw = SystemRandom().choice
     cases = [
         {
@@ -67,7 +67,7 @@ def _cases(num_cases: int) -> list[dict[str, Any]]:
 
 
 def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
-    """Raise NotYet unless the reader's batch fits and one more image doesn't."""
+    """Return the reader's batch size; raise NotYet unless it fits and a batch with one more image doesn't."""
     given = call_or_none(largest_batch, *case.values())
     says = f"for {', '.join(f'{name}={value}' for name, value in case.items())}, your function returns {given}; "
     subject = named_subject(case["model"])
@@ -83,7 +83,7 @@ def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
 
 
 def _spare(subject: Subject, images: int, case: dict[str, Any]) -> float:
-    """Return the bytes left on a device with this many images per rank."""
+    """Return the bytes left over on a device with this many images per rank."""
     cluster = Cluster(
         world_size=case["world_size"],
         device_memory_bytes=case["device_gb"] * GB,
@@ -93,7 +93,7 @@ def _spare(subject: Subject, images: int, case: dict[str, Any]) -> float:
 
 
 def small_rank_peak(num_images: int) -> int:
-    """Return the peak bytes of one real rank of SMALL_RANKS that trains the small transformer."""
+    """Return the peak bytes on one real rank out of SMALL_RANKS while it trains the small transformer."""
     images, labels = torch.randn(num_images, 1, 28, 28), torch.zeros(num_images, dtype=torch.long)
 
     def loss_of(model: nn.Module) -> torch.Tensor:

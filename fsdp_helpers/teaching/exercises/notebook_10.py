@@ -118,7 +118,7 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
 
 
 def run_script(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...], *, ends: bool) -> tuple[Done, int]:
-    """Run the script with the stand-ins until it ends; unless `ends`, signal it once all torchruns have started."""
+    """Run the script with the stand-ins until it ends; if not `ends`, signal it once every torchrun has started."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as name:
         folder, left_early = Path(name), False
         _write_stand_ins(folder / "bin")
@@ -183,7 +183,7 @@ def _write_stand_ins(folder: Path) -> None:
 def _wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
     """Return True as soon as the condition holds, False if it never does.
 
-    It counts checks, not seconds, so the programs still get their time on a stalled or busy machine.
+    The timeout counts checks, not seconds, so the programs get enough time even on a stalled or busy machine.
     """
     for _ in range(round(timeout_s / LOOK_S)):
         if holds():
@@ -230,7 +230,7 @@ SHORT_OPTIONS = {"-p": "partition", "-A": "account", "-N": "nodes", "-t": "time"
 
 @exercise("10")
 def check_job_script(path: str) -> str:
-    """Notebook 10: check a job on four nodes with four GPUs each: it saves before its time limit, then continues."""
+    """Notebook 10: check that a job on four nodes with four GPUs each saves before its time limit, then continues."""
     expect(isinstance(path, str), f"the answer is {path!r}; it should be the name of your script, as a string")
     expect(Path(path).is_file(), f"there is no {path} here; run the cell that writes it")
     text = Path(path).read_text()
@@ -271,7 +271,7 @@ def read_directives(text: str) -> dict[str, str]:
 
 
 def seconds_of(limit: str) -> int:
-    """Read a time limit as Slurm does: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds."""
+    """Return a Slurm time limit in seconds: minutes, minutes:seconds, hours:minutes:seconds or days-hours:minutes:seconds."""
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:
@@ -314,7 +314,7 @@ def _run_to_its_end(path: str, told: dict[str, str], job: int) -> Done:
 
 
 def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
-    """Run the script as if it were submitted to fewer nodes, with different names, until its time is up."""
+    """Run the script until its time is up, as if it were submitted to fewer nodes with different names."""
     done, _ = run_script(path, told, job, FEWER, ends=False)
     _expect_one_per_node(done, FEWER)
     expect(

@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Draw:
-    """The cases of one draw, and the lettered fixes to choose from."""
+    """The cases in one draw and the lettered fixes to choose from."""
 
     cases: tuple[Case, ...]
     fixes: dict[str, str]
@@ -66,7 +66,7 @@ def without_name(text: str, fault: Failure) -> str:
 
 
 def draw(seed: int | None = None, num_cases: int = NUM_CASES) -> Draw:
-    """Draw faults from the gallery and run them; without a seed, each call draws different ones."""
+    """Draw faults from the gallery and run them; without a seed, each call draws different faults."""
     dice = random.Random(seed)
     faults = dice.sample(RUN, num_cases)
     others = [failure.fix for failure in RUN if failure not in faults]
@@ -89,7 +89,7 @@ def cause_of(failure: Failure) -> str:
 
 @exercise("11")
 def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
-    """Compare each answer with its case: symptom, cause and fix."""
+    """Check the symptom, cause and fix in each answer against its case."""
     for number, case in enumerate(cases.cases, start=1):
         answer = answers.get(number)
         expect_answered(answer)
@@ -102,7 +102,7 @@ def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
 
 
 def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]) -> None:
-    """Raise NotYet for the first part that's wrong, without giving the right one away."""
+    """Raise NotYet for the first wrong symptom, cause or fix, without revealing the right one."""
     symptom, cause, letter = answer
     expect(symptom in SYMPTOMS, f"case {number}: {symptom!r} isn't one of the symptoms {', '.join(SYMPTOMS)}")
     expect(symptom == case.fault.symptom, f"case {number}: read its output again; that isn't its symptom")

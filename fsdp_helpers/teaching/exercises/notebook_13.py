@@ -93,7 +93,7 @@ def _expect_documents(found: dict[str, float], says: str) -> None:
 
 
 def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
-    """Compare the reader's gradient and loss on one batch with those of a single process."""
+    """Compare the gradient and loss from the reader's code on one batch with the results of a single process."""
     backward_by_documents = import_own(module, "backward_by_documents")
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
     parts = [[pad_lengths(lengths) for lengths in own] for own in LENGTHS[world_size]]
@@ -121,7 +121,7 @@ def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, fl
 
 
 def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return documents with these numbers of tokens to predict, padded to rows of equal length; some may have none."""
+    """Return documents with `lengths` tokens to predict, padded to equal-length rows; a document may have none."""
     longest = max(lengths)
     numbers, targets = (
         torch.zeros(len(lengths), longest, dtype=torch.long),
@@ -184,7 +184,7 @@ def capped_loss(hidden: Tensor, head: nn.Module, targets: Tensor, cap: float = C
 
 
 def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
-    """Run the reader's loss in a sharded model, and measure its memory."""
+    """Run the reader's loss function in a sharded model, and measure its memory use."""
     chunked_loss = partial(import_own(module, "chunked_loss"), cap=CAP)
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
     random = torch.Generator().manual_seed(1)
@@ -205,7 +205,7 @@ def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float
 
 
 def peak_of(loss: Callable[..., Tensor]) -> int:
-    """Return the peak bytes of a loss and its head, on top of weights and hidden states."""
+    """Return the peak bytes that a loss and its head add to the weights and hidden states."""
     torch.manual_seed(0)
     head, hidden = nn.Linear(SHAPE.width, WORDS, bias=False), torch.randn(1, NUM_TOKENS, SHAPE.width)
     hidden.requires_grad_()
@@ -220,7 +220,7 @@ def peak_of(loss: Callable[..., Tensor]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByReader:
-    """The contents of the reader's file and the result of loading it, on one rank."""
+    """The contents of the reader's file and the result of loading the file on one rank."""
 
     problem: str | None  # with the file
     names: tuple[str, ...] = ()  # in the file
@@ -260,7 +260,7 @@ def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> Non
 
 
 def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> SavedByReader:
-    """Let the reader's code save the adapters, set them to zero, and let it load them again."""
+    """Save the adapters with the reader's code, set them to zero, and load them with the reader's code."""
     save_adapters, load_adapters = (import_own(module, name) for name in ("save_adapters", "load_adapters"))
     model = two_adapters()
     trained = {name: own.detach().clone() for name, own in model.named_parameters() if own.requires_grad}
@@ -294,7 +294,7 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
 
 @torch.no_grad()
 def two_adapters() -> Llama:
-    """Build the model with two adapters: a frozen one, and one to train."""
+    """Build the model with two adapters: one frozen, one trainable."""
     model = add_adapters(add_adapters(build_llama(), ADAPTER_RANK), ADAPTER_RANK, SECOND)
     for name, parameter in model.named_parameters():
         if name.endswith((*ADAPTERS, *SECOND)):
@@ -308,7 +308,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def logits_of(model: Llama, numbers: Tensor) -> Tensor:
-    """Return the logits, and reshard the root, so its parameters can be changed."""
+    """Return the logits, and reshard the root so that its parameters can be changed."""
     logits = model(numbers)
     model.reshard()
     return logits
@@ -320,10 +320,10 @@ def whole_gradient(model: nn.Module) -> Tensor:
 
 
 def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
-    """Freeze the model, and give some layers an adapter: the product of two thin matrices, not initialized yet.
+    """Freeze the model, and give some layers an uninitialized adapter, the product of two thin matrices.
 
-    Existing tensors keep their names, so the model's files still fit. An adapter that exists already, under different
-    names, is frozen and belongs to the model.
+    Existing tensors keep their names, so the model's files still load. An adapter that already exists under different
+    names is frozen and becomes part of the model.
     """
     model.requires_grad_(False)
     for name, layer in model.named_modules():

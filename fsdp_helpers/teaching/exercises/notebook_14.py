@@ -39,7 +39,7 @@ Parts = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class MovedByReader:
-    """What the reader's moved job returned on one rank."""
+    """One rank's result from the reader's FSDP2 job."""
 
     whole: list[str]  # parameters that aren't sharded
     units: list[str]
@@ -151,7 +151,7 @@ class MovedModel(nn.Module):
 
 
 def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> MovedByReader:
-    """Train the baseline under DDP, save a file midway, and let the reader's `go_on` continue from it."""
+    """Train the baseline under DDP, save a checkpoint midway, and continue from it with the reader's `go_on`."""
     go_on = import_own(module, "go_on")
     torch.manual_seed(0)
     checkpoint, written = Path(folder) / "ddp.pt", Path(folder) / "moved.pt"
@@ -197,7 +197,7 @@ def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> Move
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch, for all ranks together: inputs (BATCH, WIDTH), labels (BATCH,)."""
+    """Return the global batch across all ranks: inputs (BATCH, WIDTH) and labels (BATCH,)."""
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step + 1))
     return inputs, inputs[:, :CLASSES].argmax(dim=-1)
 
@@ -224,7 +224,7 @@ def train_under_ddp(
 
 
 def step_losses(losses: list[float]) -> list[float]:
-    """Return each step's mean loss across ranks; `losses` are this rank's contributions, one per part."""
+    """Return the mean loss across ranks for each step; `losses` has one contribution from this rank per part."""
     if len(losses) % PARTS:
         raise ValueError(f"loss_of was called {len(losses)} times for steps of {PARTS} parts")
     own = torch.tensor(losses).unflatten(0, (-1, PARTS)).sum(dim=1)
@@ -232,7 +232,7 @@ def step_losses(losses: list[float]) -> list[float]:
 
 
 def problem_in_file(path: Path, right: MovedModel) -> str:
-    """Return why one process can't use the file as the weights of the baseline, or "" if it can."""
+    """Return why one process can't use the file as the baseline's weights, or "" if it can."""
     if not path.exists():
         return "no file was written to `path`"
     weights = torch.load(path, weights_only=True)

@@ -85,7 +85,7 @@ def _named(ops: list[str]) -> str:
 
 
 def build_layers() -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
-    """Build the layer before the MLP, its two layers, and the one after it, with the same values on every rank."""
+    """Build the layer before the MLP, the MLP's two layers, and the layer after, with the same values on every rank."""
     torch.manual_seed(0)
     return nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, CLASSES)
 
@@ -123,7 +123,7 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
 
 @exercise("15")
 def check_labels(module: str = "my_labels") -> str:
-    """Notebook 15: check `split(tokens, rank, world_size)`: inputs, labels and places of a rank's two pieces."""
+    """Notebook 15: check that `split(tokens, rank, world_size)` gives inputs, labels and positions for a rank's two pieces."""
     split = read_module(module, "split")
     for world_size, pieces in [(2, 1), (3, 2), *((DRAW.randint(2, 6), DRAW.randint(1, 5)) for _ in range(FRESH_CASES))]:
         sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd, so a rank's part is never square
@@ -234,10 +234,10 @@ def _expect_fast(run: DimensionedRun) -> None:
 
 
 def step_times_s(run: DimensionedRun) -> tuple[float, float]:
-    """Return the seconds of a step's arithmetic and of its communication, without overlap.
+    """Return the arithmetic time and the communication time of a step in seconds, assuming no overlap.
 
     A node's ranks are next to each other along the inner dimensions: a dimension stays on NVLink as long as the product
-    of the degrees up to and including it is at most a node's number of GPUs.
+    of the degrees up to and including it is at most the number of GPUs in a node.
     """
     tokens = run.sequences * run.data * LENGTH
     arithmetic_s = 6 * run.params * tokens / NUM_GPUS / FLOPS_PER_S

@@ -19,7 +19,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
-    """Run the module's file and return the object called `name`; raise NotYet if either is missing or the file fails.
+    """Run the module's file and return its object `name`; raise NotYet if the file or object is missing or the file fails.
 
     Unless `with_package` is set, also refuse a module that imports this package, which contains many of the answers.
     """
@@ -55,7 +55,7 @@ def import_own(module: str, name: str) -> Any:
 
 
 def last_line_in(module: str, details: str) -> str:
-    """Return where the traceback last passes through the reader's file, such as " in line 12", or "" if it doesn't."""
+    """Return where the traceback last enters the reader's file, such as " in line 12", or "" if it never does."""
     lines = re.findall(rf'{re.escape(module)}\.py", line (\d+)', details)
     return f" in line {lines[-1]}" if lines else ""
 
@@ -86,14 +86,14 @@ CARDS = {  # in notebook 11, keyed by a regular expression that matches the erro
 def results_of(
     worker: Callable, module: str, ranks: tuple[int, ...], *arguments: object
 ) -> Iterator[tuple[Any, str, int]]:
-    """Run `worker` on each number of ranks; yield each result, where it's from in words, and the number of ranks."""
+    """Run `worker` on each number of ranks; yield each result, a phrase saying where it's from, and the number of ranks."""
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(worker, module, world_size, *arguments)):
             yield found, f"on {world_size} ranks, rank {rank}: ", world_size
 
 
 def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
-    """Run `worker` on ranks and return the results; raise NotYet, in one line, if the reader's code fails or hangs."""
+    """Run `worker` on ranks and return the results; raise a one-line NotYet if the reader's code fails or hangs."""
     try:
         return launch_readers(worker, module, world_size, *arguments)
     except RankError as error:
@@ -106,7 +106,7 @@ def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: obj
 
 
 def launch_readers(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
-    """Run `worker` as `run_on_ranks` does, but let a RankError through."""
+    """Run `worker` as `run_on_ranks` does, but don't catch a RankError."""
     bar = ProgressBar()
     bar.start(f"{module}.py, {count_ranks(world_size)} on cpu")
     settings = {"device": "cpu", "stall_s": STALL_S, "timeout_s": TIMEOUT_S, "progress": bar}

@@ -1,4 +1,4 @@
-"""Judge the run that an exercise asks for: does it meet the targets without changing any fixed settings?"""
+"""Judge whether the run for an exercise meets the targets without changing any fixed settings."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from fsdp_helpers.teaching.exercises.answers import expect, expect_answered, in_
 
 @dataclass(frozen=True, kw_only=True)
 class RunTask:
-    """The run that an exercise asks for: its targets, and the settings it fixes. All other settings are free."""
+    """The run that an exercise asks for: its targets and fixed settings. All other settings are free."""
 
     peak_bytes: int  # every rank has to stay below it
     peak_card: str | None = None  # the card in notebook 11 to show if a rank doesn't
@@ -24,7 +24,7 @@ AS_IT_IS = {"dropout": True, "micro_batches": 1, "activation_checkpointing": "no
 
 
 def judge_run(record: RunRecord | None, task: RunTask) -> str:
-    """Return the verdict on a run; raise NotYet, with the numbers, unless it meets the requirements."""
+    """Return the verdict on a run; raise NotYet with the numbers if the run misses a requirement."""
     expect_answered(record)
     expect(
         isinstance(record, RunRecord), f"the answer is {in_short(record)}; it should be the record that `train` returns"

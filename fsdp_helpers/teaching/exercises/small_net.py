@@ -1,6 +1,6 @@
-"""The small training run that the build exercises share: a model, batches, optimizers and the right losses.
+"""The small training run shared by the build exercises: a model, batches, optimizers and the right losses.
 
-Every rank also trains on the full batch by itself, without collectives; any data-parallel run must get the same
+Every rank also trains alone on the full batch, without collectives; any data-parallel run must get the same
 losses.
 """
 
@@ -39,7 +39,7 @@ def shard_net(world_size: int) -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch, for all ranks together: inputs (BATCH, WIDTH), labels (BATCH,)."""
+    """Return the global batch across all ranks: inputs (BATCH, WIDTH) and labels (BATCH,)."""
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
     return inputs, inputs[:, :CLASSES].argmax(dim=-1)
 
@@ -74,7 +74,7 @@ def plain_losses(
 
 
 def train_averaging(model: nn.Module, rank: int, world_size: int, average: Callable[[], None]) -> list[float]:
-    """Train for a few steps, calling `average()` between backward and the optimizer's step; return the losses."""
+    """Train for a few steps, calling `average()` between backward and the optimizer step; return the losses."""
     optimizer = sgd(model)
     losses = []
     for step in range(STEPS):
@@ -88,10 +88,10 @@ def train_averaging(model: nn.Module, rank: int, world_size: int, average: Calla
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an SGD optimizer: its losses show whether gradients were averaged or summed, which Adam would hide."""
+    """Return an SGD optimizer, since its losses show whether gradients were averaged or summed; Adam would hide it."""
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an Adam optimizer whose `eps` is large enough for its losses to show the difference, too."""
+    """Return an Adam optimizer whose `eps` is large enough for the losses to show this difference, too."""
     return torch.optim.Adam(parameters, lr=0.1, eps=0.1)
