@@ -32,5 +32,5 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Register the cell magic `%%ranks`; IPython calls this for `%load_ext fsdp_helpers`."""
+    """Register the `%%ranks` cell magic; IPython calls this for `%load_ext fsdp_helpers`."""
     importlib.import_module(f"{__name__}.ranks.live").register(shell)

@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def train_flags() -> list[Flag]:
-    """Return all of `train`'s flags: those for the run's settings, and those that apply only to this call."""
+    """Return all flags of `train`: the run's settings, and the options that apply only to this call."""
     return [*flags(), *CALL_FLAGS]
 
 

@@ -1,7 +1,7 @@
 """The settings of a run, checked before any process starts.
 
 Everything about a setting is declared in its `TrainConfig` field: its default, choices and meaning, and whether it
-changes the losses. The command line, `--help` and the check of a resumed run all read it from there.
+changes the losses. The command line, `--help` and the check for resumed runs all read it from there.
 """
 
 import math
@@ -38,7 +38,7 @@ def setting(
 ) -> Any:
     """Return a dataclass field for a setting; the command line turns it into a flag.
 
-    If it `changes_losses`, a resumed run must have the same value. `flag` is the flag's name if it differs from the
+    If the setting `changes_losses`, a resumed run must use the same value. `flag` is the flag's name if it isn't the
     field's name. The field's value is the flag's value times `factor`, for example to turn GB into bytes.
     """
     metadata = {
@@ -57,7 +57,7 @@ def setting(
 class TrainConfig:
     """The settings of one training run.
 
-    Raises ValueError, with the numbers in the message, for settings that can't work.
+    Raises ValueError for settings that can't work; the message includes the numbers.
     """
 
     model: str = setting("shallow", "the network", choices=MODELS, changes_losses=True)
@@ -149,8 +149,8 @@ class TrainConfig:
     def reduces_every_part(self) -> bool:
         """Return True if gradients are reduced after every micro-batch, False if only once, after the last.
 
-        With sharded parameters, gradients that aren't reduced yet are full gradients, 4 bytes per parameter of the
-        model. With DDP, they're full anyway. FSDP1 can't accumulate shards that it has moved to the host.
+        With sharded parameters, gradients that haven't been reduced yet are full size: 4 bytes per parameter of the
+        model. With DDP, they're always full size. FSDP1 can't accumulate shards that it has moved to the host.
         """
         if self.sync_micro_batches is not None:
             return self.sync_micro_batches
@@ -267,7 +267,7 @@ class TrainConfig:
             )
 
     def _batch_sizes_nearby(self, world_size: int) -> str:
-        """Return the nearest global batch sizes that split evenly and that the training images can fill."""
+        """Return the nearest global batch sizes that split evenly and don't exceed the number of training images."""
         fewest, most = (self.train_images or known for known in FEWEST_AND_MOST_TRAIN_IMAGES)
         together = world_size * self.micro_batches
         larger = (self.global_batch_size // together + 1) * together
@@ -296,7 +296,7 @@ LOSS_SETTINGS = {one.name: one.default for one in fields(TrainConfig) if one.met
 
 
 def _check_by_itself(one: Field, value: object) -> None:
-    """Check one value on its own; None is fine for a setting whose default is None."""
+    """Check the value of one setting; None is allowed if the setting's default is None."""
     if one.metadata["choices"] is not None:
         require_choice(one.name, value, one.metadata["choices"])
     if one.metadata["at_least_one"] and not (value is None and one.default is None):
@@ -313,18 +313,18 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def require_whole(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a whole number, 1 or more."""
+    """Raise ValueError unless `value` is a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
 
 
 def require_seconds(**limits_s: float | None) -> None:
-    """Raise ValueError, naming the limit, unless each limit is None or a number of seconds above 0."""
+    """Raise ValueError with the limit's name unless each limit is None or a positive number of seconds."""
     for name, limit_s in limits_s.items():
         if limit_s is not None and not (is_number(limit_s) and limit_s > 0):
             raise ValueError(f"{name} is {limit_s!r}; it must be a number of seconds above 0")
 
 
 def is_number(value: object) -> bool:
-    """Return True for a finite number."""
+    """Return True if `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

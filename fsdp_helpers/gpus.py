@@ -46,15 +46,15 @@ class Gpus:
 def find_gpus(wanted: int = 0) -> Gpus:
     """Count the GPUs; if `wanted` isn't 0 and there are at least that many, also try a computation on the first.
 
-    The first call takes as long as loading torch; without a driver, it takes no time.
+    The first call takes as long as importing torch does; without a driver, the call is instant.
     """
     return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
 
 
 def choose_device(device: str, ranks_on_this_machine: int) -> str:
-    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" is CUDA if there's a usable GPU per rank.
+    """Turn "auto", "cpu" or "cuda" into "cpu" or "cuda"; "auto" means CUDA if there's a usable GPU for each rank.
 
-    No GPU is touched from this process. Raises ValueError for any other device, and for "cuda" if there are more
+    This process doesn't touch any GPU. Raises ValueError for any other device, and for "cuda" if there are more
     ranks than CUDA devices, or if torch can't use them.
     """
     require_choice("device", device, ("auto", "cpu", "cuda"))
@@ -75,14 +75,14 @@ def choose_device(device: str, ranks_on_this_machine: int) -> str:
 
 
 def device_name(device: Any) -> str:
-    """Describe a torch.device: the GPU's name, or the number of CPU cores."""
+    """Return a description of a torch.device: the GPU's name, or the number of CPU cores."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {os.cpu_count()} cores"
 
 
 def compute_repeatably() -> None:
-    """Make CUDA's libraries give the same numbers in every run, and compute in fp32 where fp32 is requested.
+    """Make the CUDA libraries return the same numbers in every run, and compute in fp32 when fp32 is requested.
 
     The series compares runs bitwise (06) or within 1e-5. By default, cuDNN may choose a different algorithm in the next
     run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's
@@ -98,14 +98,14 @@ def compute_repeatably() -> None:
 
 
 def hide_gpus() -> None:
-    """Hide all GPUs from torch, which must not have looked for them yet, and from all processes started from here."""
+    """Hide all GPUs from torch and from this process's children; call this before torch has looked for GPUs."""
     if os.environ.get(VISIBLE) != NONE:
         _hidden.append(os.environ.get(VISIBLE))
         os.environ[VISIBLE] = NONE
 
 
 def unhide_gpus() -> None:
-    """Undo `hide_gpus` for processes started from now on, by restoring the variable's earlier value."""
+    """Undo `hide_gpus` for processes started from now on by restoring the earlier value of the environment variable."""
     if _hidden:
         before = _hidden.pop()
         if before is None:
@@ -136,7 +136,7 @@ def _may_have_gpus() -> bool:
 
 @cache
 def _ask_a_child(wanted: int, visible: str | None) -> Gpus:
-    """Run TRIAL in a child process, once for each combination of `wanted` and visible devices; return what it found."""
+    """Run TRIAL in a child process and return its findings, which are cached by `wanted` and `visible`."""
     command = [sys.executable, "-c", TRIAL, str(wanted)]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # the child isn't a rank
     try:

@@ -1,4 +1,4 @@
-"""Notebook support: outputs that update in place, and reloading of modules that the reader edits."""
+"""Notebook support: updating outputs in place, and reloading modules that the reader edits."""
 
 import importlib
 import sys
@@ -35,7 +35,7 @@ class InPlace:
 
 
 def follow_edits() -> None:
-    """From now on, forget edited modules in the notebook's folder before each cell, so that imports reload them.
+    """Before each cell from now on, forget edited modules in the notebook's folder so that imports reload them.
 
     Python imports a module only once. A rank is a new process and sees every edit, but the kernel keeps the old module,
     and `from my_worker import second` would fail if a later %%writefile had added `second`.

@@ -26,7 +26,7 @@ _in_lines = False
 
 
 class Report(NamedTuple):
-    """A rank's progress: `done` of `total` steps of the work called `title`."""
+    """A rank's progress: `done` out of `total` steps in the task called `title`."""
 
     done: int
     total: int
@@ -49,9 +49,9 @@ def wants_report(done: int, total: int) -> bool:
 
 
 def report(done: int, total: int, *what: Any) -> None:
-    """Report that `done` of `total` steps are done. At most ten reports a second are sent.
+    """Report that `done` out of `total` steps are finished. At most ten reports per second are sent.
 
-    `what` is a Report's other fields. If the first step is slow, report 0 before it: the bar's clock starts at the
+    `what` has a Report's other fields. If the first step is slow, report 0 before it: the bar's clock starts at the
     first report.
     """
     global _last_report_s
@@ -62,7 +62,7 @@ def report(done: int, total: int, *what: Any) -> None:
 
 @contextmanager
 def reports_drawn() -> Iterator[None]:
-    """Within the block, draw this process's reports, unless they're already being sent elsewhere, as a rank's are."""
+    """Within the block, draw this process's reports unless they're already being sent elsewhere, as on a rank."""
     if _sink is not None:
         yield
         return
@@ -75,7 +75,7 @@ def reports_drawn() -> Iterator[None]:
 
 
 def drawn(items: Sequence[Item], title: str) -> Iterator[Item]:
-    """Yield `items`, and draw a progress bar for this process's own work on them."""
+    """Yield `items` while drawing a progress bar for this process's work on them."""
     with reports_drawn():
         report(0, len(items), title)
         for done, item in enumerate(items, 1):
@@ -85,7 +85,7 @@ def drawn(items: Sequence[Item], title: str) -> Iterator[Item]:
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Show that the block is running and, in a notebook, how long it took; for work without measurable progress."""
+    """Show that the block is running and, in a notebook, how long it took. Use this if progress can't be measured."""
     with closing(ProgressBar()) as bar:
         bar.start(what)
         yield
@@ -157,7 +157,7 @@ class ProgressBar:
             print(f"{report.title}: {report.done} of {report.total}{details}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Remove the bar; in a notebook, leave its last state or, for work without reports, the time it took."""
+        """Remove the bar; in a notebook, leave its last state or, if there were no reports, the elapsed time."""
         if self._bar is not None:
             if self._starting is not None:
                 seconds = time.monotonic() - self._began_s

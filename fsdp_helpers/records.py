@@ -9,7 +9,7 @@ from fsdp_helpers.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """The bytes of a rank's own state, which it holds between two training steps."""
+    """The size in bytes of the state that a rank holds between two training steps."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -33,7 +33,7 @@ class Phase:
 class MemoryCurve:
     """Bytes allocated on the training device over time, as a step function.
 
-    `allocated_bytes[i]` holds from `times_s[i]` until `times_s[i + 1]`; times count from the first point.
+    `allocated_bytes[i]` is valid from `times_s[i]` until `times_s[i + 1]`; times start at the first point.
     """
 
     times_s: tuple[float, ...]
@@ -47,7 +47,7 @@ class MemoryCurve:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes still allocated at the end: those held between two steps."""
+        """Return the number of bytes still allocated at the end, which are held between two steps."""
         return self.allocated_bytes[-1]
 
     @property
@@ -59,7 +59,7 @@ class MemoryCurve:
 class Collective:
     """One collective operation as one rank saw it.
 
-    `bytes` is the size of the full tensor, padding included; `sent_bytes` is what this rank sends for it in a
+    `bytes` is the size of the full tensor, including padding; `sent_bytes` is what this rank sends for it in a
     ring, by the formula in `planning/traffic.py`.
     """
 
@@ -72,7 +72,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """All of a step's collectives of one kind: the full tensors' bytes, and the bytes this rank sends for them."""
+    """All collectives of one kind in a step: their count, the size of their full tensors, and what this rank sends."""
 
     op: str
     count: int
@@ -82,7 +82,7 @@ class CollectiveCount:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """The bytes of one rank's state, and the memory and collectives of a steady step.
+    """The size of one rank's state, and its memory use and collectives during a steady step.
 
     If the run has only one step, which isn't steady, then `held_bytes` and `peak_bytes` are None, and `collectives` is
     empty.
@@ -103,13 +103,13 @@ class RankRecord:
         return sum(seen.sent_bytes for seen in self.collectives)
 
     def count(self, op: str | None = None) -> int:
-        """Return the number of collectives in a step, counting only those of kind `op` if it's given."""
+        """Return the number of collectives in a step; if `op` is given, count only that kind."""
         return sum(seen.count for seen in self.collectives if op in (None, seen.op))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """Everything observed in one steady step of one rank; for plots, not for JSON."""
+    """Everything observed on one rank during one steady step; used for plots, not for JSON."""
 
     curve: MemoryCurve
     collectives: tuple[Collective, ...]
@@ -164,7 +164,7 @@ class RunRecord:
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
-        """Return the largest difference in any step between this run's losses and another run's (or a list of them).
+        """Return the largest per-step difference between this run's losses and `other`, a run or a list of losses.
 
         Raises ValueError if they have different numbers of steps.
         """
@@ -172,7 +172,7 @@ class RunRecord:
 
     @property
     def why_no_more_steps(self) -> str | None:
-        """Return why the run took fewer steps than `max_steps`, or no steps, and what to do; None if it didn't."""
+        """Return why the run took fewer than `max_steps` steps, or none at all, and what to do; None if it took all."""
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
@@ -184,7 +184,7 @@ class RunRecord:
         return None
 
     def to_json(self) -> dict:
-        """Return the record as the command line writes it, without the traces."""
+        """Return the record without traces, in the form that the command line writes."""
         fields = asdict(self)
         del fields["traces"]
         return fields
@@ -192,7 +192,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SavingRecord:
-    """The time, memory and disk space that one way of saving takes, on the rank where each is highest."""
+    """The time, memory and disk space that one saving method takes, each from the rank where it's highest."""
 
     way: str
     waiting_s: float  # how long training is blocked
@@ -203,7 +203,7 @@ class SavingRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LeverResult:
-    """The result of adding one memory lever to those before it, measured on rank 0 (notebook 07)."""
+    """The result of adding one memory lever to the previous levers, measured on rank 0 (notebook 07)."""
 
     name: str
     strategy: str

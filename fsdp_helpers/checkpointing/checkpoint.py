@@ -76,7 +76,7 @@ def save(
             checkpoint isn't complete until `result()` has returned on at least one rank.
         group: a process group for that thread alone, required if there are several ranks:
             `dist.new_group(backend="gloo")`. In the group used for training, the thread's collectives could get mixed
-            up with those of the step.
+            up with the step's collectives.
 
     Raises CheckpointError on every rank if any rank can't write; in that case, `folder` isn't created. Raises
     ValueError if `extra` isn't plain data.
@@ -184,7 +184,7 @@ def _finish(
 def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load a training state written by `save`, under any strategy and on any number of ranks; return its `extra`.
 
-    Every rank has to call this, with the model and optimizer as they are before the first step, and reads only its own
+    Every rank has to call this, with a model and optimizer that haven't taken a step yet, and reads only its own
     shards. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, from which the newest is
     loaded. The optimizer's settings, including the learning rate, are restored, except for its implementation (`fused`,
     `foreach`). Ranks that saved a random state get it back; additional ranks get random streams that no rank has drawn
@@ -242,7 +242,7 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
 def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """Return the content of `state.pt`. A checkpoint from an earlier version has `state.json` instead, or neither.
 
-    `older` has the tensors that an earlier version stored along with the model's.
+    `older` has the tensors that an earlier version stored along with the model's tensors.
     """
     if (path / OLDER_STATE).exists():
         return read_state_json(path, older)
@@ -259,13 +259,13 @@ def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any
 
 
 def _empty(stored: Mapping[str, TensorEntry], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return an uninitialized tensor in host memory for each of `names` that's stored."""
+    """Return an uninitialized tensor in host memory for each of the `names` that occur in `stored`."""
     entries = [stored[name] for name in names if name in stored]
     return {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
 
 
 def _found_again(tree: Mapping[str, Any], found: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the nested dicts `tree` with the leaves' values from `found`, by path; other leaves are left out."""
+    """Return the nested dicts in `tree` with leaf values looked up by path in `found`; omit leaves not found there."""
     kept = {}
     for key, branch in tree.items():
         name = f"{path}.{key}"

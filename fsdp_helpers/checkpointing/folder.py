@@ -129,7 +129,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove a killed or interrupted process's unfinished files from `folder`; keep complete checkpoints.
+    """Remove unfinished files of killed or interrupted processes from `folder`; keep complete checkpoints.
 
     Raises CheckpointError if another run holds the folder's lock.
     """
@@ -187,7 +187,7 @@ def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush `folder`, and with it the names of its files, to disk."""
+    """Flush `folder` to disk, including the names of its files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -31,7 +31,7 @@ def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[st
 
 
 def put_together(content: Any, tensors: Mapping[str, Tensor | None]) -> Any:
-    """Return the value that `content`, decoded from JSON, stands for."""
+    """Return the value that the decoded JSON in `content` represents."""
     if isinstance(content, list):
         return [put_together(kept, tensors) for kept in content]
     if not isinstance(content, dict):

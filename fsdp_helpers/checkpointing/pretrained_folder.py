@@ -21,7 +21,7 @@ CONFIG, SHARDED = "config.json", "sharded"  # the latter is the folder to which 
 
 
 def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's tensors by their names in the files; a tensor with two names appears once, under the first."""
+    """Return the model's tensors keyed by their names in the files. If a tensor has two names, the first is used."""
     firsts = {name for name, _ in model.named_parameters()}
     repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - firsts
     hidden = {name_in_plain(model, name) for name in repeated}

@@ -96,7 +96,7 @@ def read_index_of_anyone(checkpoint: str | os.PathLike) -> tuple[list[TensorEntr
 
 
 def check_model(path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the model in `path` has exactly the parameters and buffers that `shapes` names."""
+    """Raise CheckpointError unless the model in `path` has exactly the parameters and buffers listed in `shapes`."""
     found = {entry.name: entry.shape for entry in stored if entry.name.startswith("model.")}
     expected = {f"model.{name}": shape for name, shape in shapes.items()}
     for name in sorted(expected.keys() | found.keys()):
@@ -143,7 +143,7 @@ def _no_tensors(metadata: Metadata) -> list[str]:
 
 @contextmanager
 def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
-    """Within the block, turn torch's CheckpointException, which `except Exception` misses, into a CheckpointError."""
+    """Within the block, turn a CheckpointException (which `except Exception` doesn't catch) into a CheckpointError."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -196,7 +196,7 @@ PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose metho
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Do the job of `getattr` for the one enumeration in an index. (Pickles from before Python 3.11.4 call it.)"""
+    """Replace `getattr` for the only enumeration in an index. (Pickles from before Python 3.11.4 call `getattr`.)"""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
     return enumeration[name]

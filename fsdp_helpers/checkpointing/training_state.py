@@ -53,7 +53,7 @@ class TrainingState:
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
     """Return the state of `model` and `optimizer`; every rank has to call this. (Under FSDP1, the tensors are copies.)
 
-    A new optimizer gets its state, which is all zeros: torch creates it by taking a step that has no effect.
+    If the optimizer is new, torch creates its state, which is all zeros, by taking a step that has no effect.
     """
     with ignore_single_process_warnings():
         if optimizer is None:
@@ -70,7 +70,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
-    """Set `model` and `optimizer` to `state`. A parameter without moments in `state` loses its current ones."""
+    """Set `model` and `optimizer` to `state`. A parameter without moments in `state` loses its current moments."""
     with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
             set_model_state_dict(model, state.model)
@@ -87,7 +87,7 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: T
 
 
 def name_in_plain(model: nn.Module, name: str) -> str:
-    """Return the plain model's name for a parameter or buffer of the wrapped `model`."""
+    """Return the name that a parameter or buffer of the wrapped `model` has in the plain model."""
     if isinstance(model, DistributedDataParallel):
         name = name.removeprefix("module.")
     return plain_name(name)
@@ -138,7 +138,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """Return the full tensor of which `value` is a shard, in rank 0's host memory; other ranks free it immediately."""
+    """Return the full tensor for the shard `value` in rank 0's host memory; other ranks free the tensor immediately."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""`python -m fsdp_helpers compare`: every strategy, with both APIs, in one table."""
+"""Compare every strategy, with both APIs, in one table: `python -m fsdp_helpers compare`."""
 
 import argparse
 from dataclasses import asdict, replace

@@ -33,7 +33,7 @@ PAGE = "notebooks/11_when_it_breaks.ipynb"
 
 @dataclass(frozen=True)
 class Match:
-    """A card that matches, how well it matches, and the phrase that matched."""
+    """A matching card, its score, and the phrase that matched."""
 
     name: str
     score: float
@@ -66,8 +66,8 @@ def explain_text(text: str) -> str:
 def find_cards(text: str) -> list[Match]:
     """Return the cards that match a message or a full output, best first.
 
-    If the text contains a message from the index, that counts most; messages with more words, or rarer words, count
-    more. Otherwise, each line is compared with each phrase in the index, and the full text with a card's full text, by
+    A message from the index that occurs in the text counts most, especially if the message is long or has rare
+    words. Otherwise, each line is compared with each phrase in the index, and the full text with a card's full text, by
     the words they have in common. Rare words count more, and a pair of neighboring words counts as one more word.
     """
     lines = [words for line in text.splitlines() if (words := words_of(line))]
@@ -86,7 +86,7 @@ def find_cards(text: str) -> list[Match]:
 
 
 def best_of(phrases: Sequence[str], whole: str, lines: Sequence[frozenset[str]]) -> tuple[float, str]:
-    """Return a card's score and best phrase: above QUOTED if a phrase is in the text, otherwise at most 1.5."""
+    """Return a card's score (above QUOTED if a phrase is in the text, otherwise at most 1.5) and its best phrase."""
     quoted = [phrase for phrase in phrases if is_quote(phrase) and normalized(phrase) in whole]
     if quoted:
         words = frozenset().union(*(words_of(phrase) for phrase in quoted))
@@ -102,7 +102,7 @@ def is_quote(phrase: str) -> bool:
 
 
 def covered(described: frozenset[str], name: str) -> float:
-    """Return how much of a description a card's text covers, from 0 to 1; words only in its explanation count half."""
+    """Return how much of a description a card covers, from 0 to 1; words found only in its explanation count half."""
     seen, said = words_of_card(name)
     shared = described & seen
     if len({word for word in described & (seen | said) if " " not in word}) < FEWEST_WORDS:
@@ -111,7 +111,7 @@ def covered(described: frozenset[str], name: str) -> float:
 
 
 def likeness(one: frozenset[str], other: frozenset[str]) -> float:
-    """Return how much two texts' words overlap, by weight, from 0 to 1; 0 if they share only one word of several."""
+    """Return the weighted overlap between two texts' words, from 0 to 1; 0 if they share only one word of several."""
     both = weight(one) * weight(other)
     is_chance = len(one & other) < min(2, len(one), len(other))
     return 0.0 if is_chance or not both else weight(one & other) / math.sqrt(both)
@@ -124,7 +124,7 @@ def weight(words: Iterable[str]) -> float:
 
 @cache
 def rarity() -> dict[str, float]:
-    """Return the weight of each word on the cards: the fewer cards have it, the higher its weight."""
+    """Return the weight of each word on the cards: the fewer cards contain it, the higher its weight."""
     cards = [frozenset().union(*words_of_card(name)) for name in phrases_of_cards()]
     counts = Counter(word for words in cards for word in words)
     return {word: math.log(1 + len(cards) / count) for word, count in counts.items()}
@@ -146,7 +146,7 @@ def words_of_card(name: str) -> tuple[frozenset[str], frozenset[str]]:
 
 @cache
 def words_of(text: str) -> frozenset[str]:
-    """Return a text's stems and its pairs of neighboring words; numbers and very common words are left out."""
+    """Return the word stems in a text and its pairs of neighboring stems, without numbers and very common words."""
     words = [SAME.get(word, word) for word in map(stem, WORD.findall(text.lower())) if word not in COMMON]
     return frozenset(words) | {f"{one} {next_one}" for one, next_one in pairwise(words)}
 
@@ -163,7 +163,7 @@ def normalized(text: str) -> str:
 
 
 def signal_of(code: int) -> int:
-    """Return an exit code as Python writes it: -9 for a shell's 137, which is 128 plus the signal."""
+    """Return an exit code in Python's form: -9 for the shell's 137, which is 128 plus the signal."""
     return 128 - code if 128 < code < 160 else code
 
 

@@ -27,7 +27,7 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """Return the flag's name; for a switch that's on by default, it's the flag that turns it off."""
+        """Return the flag's name or, for a switch that's on by default, the name of the flag that turns it off."""
         return ("--no-" if self.default is True else "--") + (self.flag or self.setting.replace("_", "-"))
 
     @property
@@ -57,7 +57,7 @@ class Flag:
         }
 
     def words(self, value: object) -> list[str]:
-        """Return the words to type for this value of the setting; none for the default."""
+        """Return the command-line words that set this value, or none for the default."""
         if value == self.default or value is None:
             return []
         if self.kind is bool:
@@ -81,7 +81,7 @@ def add_flags(parser: Any, rows: Iterable[Flag]) -> None:
 
 
 def given_settings(options: Mapping[str, Any], rows: Iterable[Flag]) -> dict[str, Any]:
-    """Return the settings given on the command line, each converted to the setting's own unit."""
+    """Return the settings given on the command line, each converted to the setting's unit."""
     found = {row.setting: (row, options[row.setting]) for row in rows}
     return {
         name: value * row.factor if row.kind is float else value

@@ -1,4 +1,4 @@
-"""`python -m fsdp_helpers plan`: its arguments, its table and its sentences. No torch import.
+"""`python -m fsdp_helpers plan`: its arguments, table and sentences. No torch import.
 
 The flags for training and for the cluster come from `Settings` and `Cluster`; the flags for shapes are defined here.
 """
@@ -98,7 +98,7 @@ COST_FLAGS = (
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`. Those that `train` shares mean the same there."""
+    """Add the arguments of `plan`. Any that `train` also has mean the same there."""
     group = plan.add_argument_group("the model")
     kind = group.add_mutually_exclusive_group(required=True)
     kind.add_argument("--model", choices=NAMED_MODELS, help="a model known by name")
@@ -215,7 +215,7 @@ def _refuse(options: argparse.Namespace, names: list[str], belongs_to: str) -> N
 
 
 def _shape_values(options: argparse.Namespace, names: dict, defaults: dict) -> dict:
-    """Return the shape's fields and values. Raises ValueError if a value is missing or isn't a valid size."""
+    """Return the shape's fields and their values. Raises ValueError if a value is missing or isn't a valid size."""
     values = {}
     for flag, (field, _) in names.items():
         value = getattr(options, flag.replace("-", "_"))
@@ -287,7 +287,7 @@ def _check_costs(options: argparse.Namespace) -> None:
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Print the plan and its verdict, or the table of --sweep, and write the plan to the file that --json names."""
+    """Print the plan and its verdict, or the --sweep table, and write the plan to the file given by --json."""
     _check_costs(options)
     if options.sweep:
         print("\n".join(_sweep_lines(options)))
@@ -310,7 +310,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def _saving(options: argparse.Namespace, plan: Plan) -> SavePlan | None:
-    """Return how often to save a checkpoint; None if the storage's speed isn't given."""
+    """Return how often to save a checkpoint; None if no storage speed is given."""
     if options.storage_gb_s is None:
         return None
     return save_plan(
@@ -322,7 +322,7 @@ def _saving(options: argparse.Namespace, plan: Plan) -> SavePlan | None:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the plan as lines of text: the model, bytes by category, the bytes a step sends, and its time."""
+    """Yield the plan as lines of text: the model, bytes by category, and the bytes sent and time taken per step."""
     settings, cluster = plan.settings, plan.cluster
     active = f" ({format_count(plan.active_params)} active)" if plan.active_params else ""
     yield (
@@ -352,7 +352,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def _step_lines(plan: Plan) -> Iterator[str]:
-    """Yield the size of a step, across all ranks and micro-batches, and a warning if it's unusually large."""
+    """Yield the step size over all ranks and micro-batches, and a warning if the step is unusually large."""
     settings, ranks = plan.settings, plan.cluster.world_size
     parts = f" x {settings.micro_batches} parts" if settings.micro_batches > 1 else ""
     samples = f" in {plan.items_per_step // plan.sequence:,} sequences" if plan.sequence > 1 else ""
@@ -403,7 +403,7 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
 
 
 def _reason(plan: Plan) -> str:
-    """Return the reason for the range of a step's time."""
+    """Return the reason why the step time is a range."""
     if plan.cluster.device is None:
         lower = f"rates {TYPICAL_RANGE:.0%} lower"
         return f"the first with all communication hidden behind arithmetic; the second with none, and {lower}"
@@ -445,7 +445,7 @@ def _cost_lines(options: argparse.Namespace, plan: Plan, saving: SavePlan | None
 
 
 def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
-    """Yield the fastest plan on the same cluster, or a sentence saying it's this one."""
+    """Yield the fastest plan on the same cluster, or a sentence saying that nothing is faster."""
     if best is None or plan.step_s is None:
         return
     if best.settings == plan.settings:
@@ -462,7 +462,7 @@ def _fastest_lines(plan: Plan, best: Plan | None) -> Iterator[str]:
 def _paste_lines(
     options: argparse.Namespace, plan: Plan, changes: list[tuple[str, Plan]], best: Plan | None
 ) -> Iterator[str]:
-    """Yield a command for the advised plan: the one that fits after all changes or, if `plan` fits, the fastest."""
+    """Yield a command for the recommended plan: the plan after all changes or, if `plan` fits, the fastest plan."""
     advised = changes[-1][1] if changes else best if plan.fits else None
     if advised is None or plan.fits and (advised.settings == plan.settings or plan.step_s is None):
         return
@@ -473,7 +473,7 @@ def _paste_lines(
 
 
 def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
-    """Return the words of a command that makes `plan`, which differs from the plan that `options` describe."""
+    """Return the words of a command that makes `plan`, with the model taken from `options`."""
     words = ["python", "-m", "fsdp_helpers", "plan"]
     for name in ("model", "config"):
         words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []
@@ -496,7 +496,7 @@ def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
 
 
 def _sweep_lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of --sweep's table and, with --days, the fewest GPUs that finish in time."""
+    """Yield the lines of the --sweep table and, with --days, the smallest number of GPUs that finish in time."""
     first = read_subject(options)
     contexts = [options.context] if options.context or first.item != "token" else CONTEXTS
     subjects = [read_subject(argparse.Namespace(**vars(options) | {"context": context})) for context in contexts]

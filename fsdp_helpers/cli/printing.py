@@ -1,4 +1,4 @@
-"""The commands' output: a line about the data, a run in a few lines of text, and JSON. No torch import."""
+"""The commands' output: a line about the data, a short summary of a run, and JSON. No torch import."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def print_data_source(source: str, config: TrainConfig) -> None:
 
 
 def check_output_path(path: Path | None) -> None:
-    """Raise ValueError if a file can't be written to `path`; call this before computing its content."""
+    """Raise ValueError if a file can't be written to `path`; call this before computing the file's content."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} doesn't exist")
     if path is not None and path.is_dir():
@@ -39,7 +39,7 @@ def write_json(content: dict, path: Path) -> None:
 
 
 def print_summary(record: RunRecord) -> None:
-    """Print the run's settings, its losses and accuracy, and each rank's bytes."""
+    """Print the run's settings, its losses and accuracy, and the bytes on each rank."""
     config = record.config
     print(
         f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "

@@ -83,8 +83,8 @@ def evaluation_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's share of the test images, each image on exactly one rank.
 
-    Every rank gets the same number of batches, some possibly empty: each forward of a sharded model runs collectives,
-    so if a rank stopped early, the others would hang.
+    Every rank gets the same number of batches (some may be empty). Each forward pass of a sharded model runs
+    collectives, so if a rank stopped early, the others would hang.
     """
     for start in range(0, len(split), batch_size):
         batch = slice(start, start + batch_size)

@@ -1,4 +1,4 @@
-"""Find the images' source: MNIST (checked or downloaded once, in one process) or scikit-learn's digits."""
+"""Find the source of the images: MNIST (checked or downloaded once, in one process) or scikit-learn's digits."""
 
 import hashlib
 import io
@@ -38,7 +38,7 @@ class DataError(Exception):
 
 
 def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
-    """Return `data_dir` if given, then the path in FSDP_DATA_DIR if set, otherwise data/ at the project's root."""
+    """Return the first that's set: `data_dir`, the path in FSDP_DATA_DIR, or by default data/ at the project root."""
     chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
     return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
 
@@ -201,7 +201,7 @@ def _fetched(folder: str) -> bool:
 
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """Set a timeout, which torchvision's download lacks: without one, it can hang for minutes on a dead mirror."""
+    """Within the block, limit waits on sockets; without a limit, torchvision can hang for minutes on a dead mirror."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -82,7 +82,7 @@ def _split(inputs: Tensor, targets: Tensor, count: int | None) -> Split:
 
 
 def docstring_documents(*, longest: int = 256) -> list[str]:
-    """Return the docstrings of functions in Python's standard library, 8 to `longest` bytes long, sorted by name."""
+    """Return, in sorted order, docstrings of 8 to `longest` bytes from functions in Python's standard library."""
     found = set()
     for module in map(importlib.import_module, DOCUMENTED):
         for name, thing in inspect.getmembers(module, inspect.isroutine):

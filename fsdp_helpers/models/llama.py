@@ -43,7 +43,7 @@ class Rotary(nn.Module):
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies with low ones scaled down for longer contexts, as in Llama 3.1."""
+    """Return the frequencies, with low frequencies scaled down for longer contexts, as in Llama 3.1."""
     turns = frequencies * scaling.original_context / (2 * math.pi)  # within the first training phase's context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -141,7 +141,7 @@ class Llama(nn.Module):
         self.reset_matrices()
 
     def reset_matrices(self) -> None:
-        """Draw new values for embeddings and matrices; the norms' scales stay 1."""
+        """Draw new values for embeddings and matrices; the scales of the norms stay 1."""
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=INITIAL_STD)
@@ -175,7 +175,7 @@ def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 def generate(
     model: nn.Module, prompt: str, num_bytes: int, *, context: int, seed: int = 0, temperature: float = 0.8
 ) -> str:
-    """Return `prompt` and `num_bytes` bytes that a byte-level model adds. Under FSDP, every rank must call this."""
+    """Return `prompt` followed by `num_bytes` bytes from a byte-level model. Under FSDP, every rank must call this."""
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(seed)  # on the CPU: the same draws on every rank and device
     numbers = list(prompt.encode())

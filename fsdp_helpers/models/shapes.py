@@ -47,7 +47,7 @@ VIT_SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's settings for stretching rotary positions to contexts longer than those of its first training phase.
+    """Llama 3.1's settings for stretching rotary positions to contexts longer than in its first training phase.
 
     A pair of values that rotates fewer than `low_freq_factor` times within `original_context` rotates `factor` times
     more slowly; one that rotates more than `high_freq_factor` times doesn't change; in between, the change is gradual.
@@ -121,11 +121,11 @@ class LlamaShape:
         return self.head_size or self.width // self.num_heads
 
     def is_routed(self, block: int) -> bool:
-        """Return True if that block has experts."""
+        """Return True if `block` has experts."""
         return self.experts is not None and block not in self.experts.dense
 
     def seen_tokens(self, block: int) -> int:
-        """Return the number of tokens that attention sees in that block, ignoring the causal mask."""
+        """Return the number of tokens that attention sees in `block`, ignoring the causal mask."""
         has_window = self.window is not None and not (self.full_every and (block + 1) % self.full_every == 0)
         return min(self.context, self.window) if has_window else self.context
 
@@ -167,7 +167,7 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedi
 
 
 def shape_from_config(config: dict) -> LlamaShape:
-    """Return the shape described by a Hugging Face `config.json` of a Llama or of one of its RELATIVES.
+    """Return the shape described by a Hugging Face `config.json` for a Llama or one of its RELATIVES.
 
     Missing keys get the defaults of the models' own configurations. Raises ValueError for other kinds of models, and if
     a size is missing.
@@ -210,7 +210,7 @@ def require_sizes(config: dict, keys: Sequence[str]) -> None:
 
 
 def check_config(config: dict, *, num_heads: int, width: int, head_size: int | None) -> None:
-    """Raise ValueError for models we can't handle: with indivisible heads, unexpected experts or quantized weights."""
+    """Raise ValueError for models with indivisible heads, unexpected experts or quantized weights."""
     if not head_size and width % num_heads:
         raise ValueError(
             f"num_attention_heads {num_heads} doesn't divide hidden_size {width}, and head_dim isn't given"
@@ -226,7 +226,7 @@ def check_config(config: dict, *, num_heads: int, width: int, head_size: int | N
 
 
 def check_quantization(config: dict) -> None:
-    """Raise ValueError if the model's files hold quantized weights, which can't be trained as they are."""
+    """Raise ValueError if the model's files contain quantized weights, which can't be trained directly."""
     how = config.get("quantization_config")
     if how and (not isinstance(how, dict) or how.get("quant_method") not in RELEASED_IN):
         method = how.get("quant_method", "unknown") if isinstance(how, dict) else how
@@ -237,7 +237,7 @@ def check_quantization(config: dict) -> None:
 
 
 def rope_of_config(config: dict) -> tuple[dict, str]:
-    """Return the rotary settings of a `config.json`, under the key's newer or older name, and their type.
+    """Return the rotary settings in a `config.json`, whose key has a newer and an older name, and their type.
 
     Raises ValueError if the settings aren't a JSON object.
     """
@@ -296,7 +296,7 @@ def _scaling_of(shape: LlamaShape) -> dict:
 
 
 def config_of_llama(shape: LlamaShape) -> dict:
-    """Return Hugging Face's `config.json` for a model of this shape."""
+    """Return a Hugging Face `config.json` for a model of this shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,4 +1,4 @@
-"""The inside of a live rank: it runs cells one after another in its own module, and sends back each result."""
+"""The code inside a live rank, which runs cells one after another in its own module and sends back each result."""
 
 import ast
 import codeop
@@ -132,7 +132,7 @@ class Cells:
 
 
 def _count_point_to_point() -> Counter[str]:
-    """Start counting point-to-point messages, which share one numbering with their group's collectives; return them."""
+    """Return a live count of point-to-point messages per group; they share sequence numbers with collectives."""
     counts: Counter[str] = Counter()
     for name in ("send", "recv", "recv_anysource"):
 
@@ -164,10 +164,10 @@ def portable(value: Any) -> Any:
 
 
 def without_addresses(text: str) -> str:
-    """Return a text without memory addresses, which differ from run to run."""
+    """Return `text` without memory addresses, which differ from run to run."""
     return ADDRESS.sub("", text)
 
 
 def _is_shown(file: str) -> bool:
-    """Return True if a file is the reader's: a cell, or a module next to the notebook."""
+    """Return True if a file belongs to the reader: a cell, or a module next to the notebook."""
     return os.path.dirname(file) == os.getcwd() if os.path.isabs(file) else file in linecache.cache

@@ -23,7 +23,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer to a message: it has joined, its worker has returned, a cell has run, or it has failed."""
+    """A rank's answer to a message: the rank has joined, its worker or its cell has finished, or it has failed."""
 
     number: int | None  # of the message that it answers; None if the rank is about to exit
     value: Any = None
@@ -65,7 +65,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
-    """Within the block, make a notebook show only the message of such an error, without a traceback."""
+    """Within the block, make a notebook show errors of these `kinds` as a message, without a traceback."""
     try:
         yield
     except kinds as error:

@@ -41,7 +41,7 @@ def rank_device() -> torch.device:
 
 
 def roll_call_s(timeout_s: float) -> float:
-    """Return the part of a timeout that's reserved for the roll call; a collective may wait for the rest."""
+    """Return the part of a timeout that's reserved for the roll call; a collective may wait for the remaining time."""
     return min(ROLL_CALL_S, timeout_s / 4)
 
 
@@ -55,7 +55,7 @@ def process_group(
     timeout_s: float | None = None,
     launched: bool = False,
 ) -> Iterator[None]:
-    """Join the group of all ranks for the duration of the block: gloo between CPUs; nccl, with one device per rank, on CUDA.
+    """Within the block, belong to the group of all ranks: gloo on the CPU, or nccl with one device per rank on CUDA.
 
     The default `init_method` reads the rendezvous from the variables that torchrun sets. A collective gives up a little
     before `timeout_s` (half an hour if it's None); the remaining time is for `silent_ranks_named`. `launched` ranks exit
@@ -108,7 +108,7 @@ def nccl_raises_on_timeout() -> bool:
 
 
 def limit_waiting(timeout_s: float) -> None:
-    """Set the timeout for all of this rank's groups and for future ones, which would otherwise wait half an hour."""
+    """Set the timeout for all of this rank's current and future groups. By default, a new group gets half an hour."""
     limit = timedelta(seconds=timeout_s)
     if c10d.default_pg_timeout != limit:
         for group in c10d._world.pg_map:

@@ -96,7 +96,7 @@ def launch(
 def run_worker(
     job: bytes, timeout_s: float | None, rank: int, world_size: int, group: dict, send: Send, _: Connection
 ) -> Answer:
-    """Act as one rank of a launch: join the group, and return the worker's result once it has run."""
+    """Run as one rank of a launch: join the group, run the worker, and return its result."""
     send_reports_to(lambda report: send("note", report))
     name, pickled = pickle.loads(job)
     worker, args = pkgutil.resolve_name(name), list(map(pickle.loads, pickled))
@@ -108,14 +108,14 @@ def run_worker(
 
 
 class LaunchOutput:
-    """Prints the output of a launch's ranks, one complete line at a time, each with its rank's number if `names`."""
+    """Prints the output of launched ranks, one complete line at a time, each with its rank's number if `names`."""
 
     def __init__(self, names: bool) -> None:
         self._names = names
         self._unfinished: dict[tuple[int, int], bytes] = defaultdict(bytes)  # a line's beginning, by rank and stream
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
-        """Receive output that a rank has printed, to stream 0 (standard output) or 1 (standard error)."""
+        """Receive output that a rank has printed to stream 0 (standard output) or 1 (standard error)."""
         *lines, self._unfinished[rank, stream] = (self._unfinished[rank, stream] + data).split(b"\n")
         for line in lines:
             self._print(rank, stream, line)

@@ -1,4 +1,4 @@
-"""Live ranks, which run a cell, keep its variables, and wait for the next one; and the magic `%%ranks`."""
+"""The `%%ranks` magic, and live ranks, which run a cell, keep its variables, and wait for the next cell."""
 
 import atexit
 import os
@@ -83,7 +83,7 @@ class Ranks(AbstractContextManager):
 
     @property
     def pids(self) -> list[int]:
-        """The process id of each rank."""
+        """Return the process ID of each rank."""
         return [] if self._processes is None else self._processes.pids
 
     def run(self, code: str, ranks: Iterable[int] | None = None, name: str | None = None) -> None:
@@ -106,7 +106,7 @@ class Ranks(AbstractContextManager):
         """Return a list of this variable's values on all ranks, in rank order.
 
         Tensors come back detached and on the CPU, a DTensor as a LocalShard, and a value that can't be sent as its
-        repr. Raises NameError if a rank has no such variable, and otherwise what `run` raises.
+        repr. Raises NameError if a rank has no such variable, and the same errors as `run`.
         """
         answers = self._ask(range(self.world_size), "get", name)
         if missing := [rank for rank, answer in answers.items() if not answer.value]:
@@ -154,7 +154,7 @@ class Ranks(AbstractContextManager):
         return next(((rank, Failure(f"it {no_part_in(count)}")) for rank, count in self._behind().items()), None)
 
     def _behind(self) -> dict[int, int]:
-        """Return the ranks that are behind others in their group, and by how many collectives; {} if none is."""
+        """Return the ranks that are behind others in their group, and by how many collectives; {} if none are."""
         self._counts |= {rank: answer.collectives for rank, answer in self._processes.answers.items() if answer.number}
         most: Counter = Counter()
         for counts in self._counts.values():
@@ -167,9 +167,9 @@ class Ranks(AbstractContextManager):
 
     @interrupts_wait()
     def _settle(self, chosen: Sequence[int], at_fault: int | None = None, details: str = "") -> list[str]:
-        """Get all ranks ready for the next cell, with a restart if necessary; return what happened to each, in lines.
+        """Get all ranks ready for the next cell, restarting them if necessary; return lines that say what happened.
 
-        The first lines are the `details` of the failure of the rank that's `at_fault`.
+        The first lines are the `details` of the failure on rank `at_fault`.
         """
         processes, answers = self._processes, dict(self._processes.answers)  # a copy, because more will arrive
         found = processes.stacks(processes.missing(chosen))
@@ -285,5 +285,5 @@ def run_cell(line: str, cell: str) -> None:
 
 
 def register(shell: Any) -> None:
-    """Add the magic `%%ranks` to a notebook; `%load_ext fsdp_helpers` calls this function."""
+    """Add the `%%ranks` magic to a notebook; `%load_ext fsdp_helpers` calls this function."""
     shell.register_magic_function(run_cell, magic_kind="cell", magic_name="ranks")

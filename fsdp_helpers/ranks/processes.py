@@ -1,4 +1,4 @@
-"""The processes of one group, as their parent sees them: it starts, watches and ends them.
+"""The processes of one group, which their parent starts, watches and ends.
 
 `launch` and `Ranks` both use this. Processes are started by torch's own `start_processes`, which `mp.spawn` calls, too.
 """
@@ -93,7 +93,7 @@ class Processes(AbstractContextManager):
                 self._links[rank].send_bytes(pickle.dumps((self.number, *message)))
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of these ranks that have neither answered nor ended."""
+        """Return the ranks in `ranks` that have neither answered nor ended."""
         return [rank for rank in ranks if rank not in self.answers and rank not in self.ends]
 
     def collect(self, ranks: Iterable[int], until_s: float = math.inf, grace_s: float = GRACE_S) -> None:
@@ -110,7 +110,7 @@ class Processes(AbstractContextManager):
                 until_s = min(until_s, time.monotonic() + grace_s)
 
     def answers_of_all(self, timeout_s: float | None = None) -> list:
-        """Return the values that all ranks answer with, in rank order.
+        """Return the values in all ranks' answers, in rank order.
 
         Raises RankError if a rank fails or ends, and RankTimeout if the ranks hang or some haven't answered after
         `timeout_s` seconds.
@@ -131,7 +131,7 @@ class Processes(AbstractContextManager):
         """Return the rank that made the others fail, and its failure; None if no rank has failed.
 
         A rank that has ended comes before one that reported a failure, and those that only waited for others come last.
-        If several ranks sent the same message, it's the first of them.
+        If several ranks sent the same message, the first of them is returned.
         """
         if ended := self.ends.keys() - self.answers.keys():
             return min(ended), Failure(self.describe_end(min(ended)))
@@ -173,7 +173,7 @@ class Processes(AbstractContextManager):
             self.answers[rank] = content
 
     def _read_outputs(self) -> None:
-        """Pass on what's in the pipes now; a rank that never stops writing doesn't hold us up."""
+        """Pass on what the pipes contain now, without waiting for a rank that never stops writing."""
         for output, (rank, stream) in list(self._outputs.items()):
             if output.poll():
                 if data := os.read(output.fileno(), READ_BYTES):
@@ -183,11 +183,11 @@ class Processes(AbstractContextManager):
                     del self._outputs[output]
 
     def _moved(self) -> None:
-        """Restart the clock of `_have_hung`: a rank has sent something, or computed."""
+        """Restart the clock of `_have_hung`, because a rank has sent or computed something."""
         self._since_s, self._spent_s = time.monotonic(), {}
 
     def _have_hung(self, ranks: Iterable[int]) -> bool:
-        """Return True once none of these ranks, nor anything that they started, has moved for `stall_s` seconds.
+        """Return True once these ranks and their descendants have made no progress for `stall_s` seconds.
 
         The clock alone can't tell, because a correct program may take long on a busy machine. But it keeps using its
         share of the cores, whereas ranks that wait in a collective use a hundredth of a core at most. Ranks that

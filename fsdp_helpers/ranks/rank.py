@@ -34,7 +34,7 @@ def run_rank(
 ) -> None:
     """Prepare this process, run `body(rank, world_size, group, send, link)`, and exit; `start_processes` calls this.
 
-    `group` has the arguments for `process_group`. `environment` is the parent's, since the server's may be out of date.
+    `group` has the arguments for `process_group`. `environment` comes from the parent; the server's may be outdated.
     `ends` has each rank's end of its link for messages, and of one or two pipes for its output. If the body raises
     anything, SystemExit included, the parent is told at once; if it returns an answer, that's sent at the very end.
     """
@@ -93,7 +93,7 @@ def flush() -> None:
 
 
 def _end_with_parent(folder: str) -> None:
-    """End this rank and everything it has started when its parent ends, such as a kernel that's killed or restarted."""
+    """End this rank and everything it has started when its parent ends, for example when a kernel is restarted."""
     parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:

@@ -121,7 +121,7 @@ def end_orphans() -> None:
 
 
 def check_not_a_rank() -> None:
-    """Exit or raise if this is a rank that has reached a launch while importing the script or its worker's module."""
+    """Exit or raise if this process is a rank that called `launch` while importing the script or worker module."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing checks this, too
         os._exit(NO_MAIN_GUARD)  # the parent is told by this exit status
     if is_rank:
@@ -159,7 +159,7 @@ def end_children(pid: int, spare: Iterable[int] = ()) -> None:
 
 
 def _children(pid: int) -> set[int]:
-    """Return the children of a process, including those it has adopted; none where there's no /proc."""
+    """Return the children of a process, including adopted children; none if there's no /proc."""
     found = ""
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended in the meantime

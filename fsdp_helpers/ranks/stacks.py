@@ -1,4 +1,4 @@
-"""Where ranks are: each writes its Python stack to a file when it receives a signal, no matter what it's doing."""
+"""Find out where ranks are: on a signal, each writes its Python stack to a file, no matter what it's doing."""
 
 import faulthandler
 import os
@@ -24,7 +24,7 @@ def write_on_request(folder: str, rank: int) -> None:
 
 
 def ask(folder: str, pids: Mapping[int, int]) -> dict[int, str]:
-    """Ask ranks, given with their process ids, for their stacks; return those of the ranks that can answer."""
+    """Ask ranks for their stacks, given their process IDs; return the stacks of all ranks that can answer."""
     files = {rank: Path(folder, FILE.format(rank)) for rank in pids}
     files = {rank: file for rank, file in files.items() if file.exists()}  # the signal would kill any other rank
     for rank, file in files.items():
@@ -42,7 +42,7 @@ def is_in_collective(stack: str) -> bool:
 
 
 def describe(stack: str) -> str:
-    """Describe where a stack was: the innermost line outside the libraries, and the library function it waited in.
+    """Describe a stack by its innermost line outside the libraries and the library function it was waiting in.
 
     A line outside this package, for example in the reader's module, takes precedence over one inside it.
     """

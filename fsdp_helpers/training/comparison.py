@@ -90,7 +90,7 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
 def plain_table(rows: Sequence[ComparisonRow]) -> str:
     """Return the comparison as a table for an 80-column terminal: names are left-aligned, numbers right-aligned.
 
-    Times are medians, "sent" is the bytes one rank sends in a step, and the loss is that of the last step.
+    Times are medians, "sent" is the number of bytes one rank sends in a step, and the loss is from the last step.
     """
     lines = [list(SHORT_HEADERS), *(comparison_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(SHORT_HEADERS))]

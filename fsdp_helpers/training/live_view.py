@@ -1,4 +1,4 @@
-"""Watch a run in a notebook: a line per rank, the loss as a curve, and memory, redrawn while it trains.
+"""Watch a run in a notebook: a line per rank, a loss curve and a memory chart, all redrawn during training.
 
 The view updates text and a picture in place instead of using a widget, so a saved notebook keeps its last state.
 """
@@ -27,7 +27,7 @@ PIXELS_PER_INCH = 220  # twice the size shown, for high-density screens
 
 
 class LiveView:
-    """A view of every rank, which `launch` can use in place of a `ProgressBar`."""
+    """A live view of all ranks that `launch` can use in place of a `ProgressBar`."""
 
     def __init__(self) -> None:
         self._lines, self._curve = InPlace(), InPlace()
@@ -47,7 +47,7 @@ class LiveView:
         """Do nothing, because the first report is about to arrive."""
 
     def update(self, report: Report, rank: int = 0) -> None:
-        """Show a rank's new report along with the other ranks' latest."""
+        """Show a rank's new report along with the latest report from every other rank."""
         now_s = time.monotonic()
         if not self._reports:
             self._title, self._started_s, self._first_done = report.title, now_s, report.done
@@ -69,7 +69,7 @@ class LiveView:
             self._show_lines()
 
     def summarize(self, record: RunRecord) -> None:
-        """Summarize a finished run: each rank's held bytes, and the loss of every step over the global batch."""
+        """Summarize a finished run: the bytes held by each rank, and the global batch's loss in every step."""
         text = [f"{self._title}: {len(record.step_losses)} steps, test accuracy {record.epochs[-1].test_accuracy:.2%}"]
         for rank in record.ranks:
             if rank.peak_bytes is not None:
@@ -127,7 +127,7 @@ def run_picture(
 
 
 def curve_title(subject: str, losses: Sequence[float]) -> str:
-    """Return the curve's title, with the values at both ends of the line."""
+    """Return the curve's title, including the first and last values of the line."""
     smooth = smoothed(losses)
     how = ", smoothed" if smooth != losses else ""
     return f"{subject}{how}: from {smooth[0]:.3f} to {smooth[-1]:.3f}"

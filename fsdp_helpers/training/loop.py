@@ -94,7 +94,7 @@ def add_up_gradients(
 
 
 def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss over `images` or, for sequences, over their tokens; in fp32, for any model dtype.
+    """Return the mean loss in fp32 over `images` or, for sequences, over their tokens. The model may have any dtype.
 
     Cross-entropy works for both logits and log-probabilities, since log-softmax doesn't change log-probabilities.
     """
@@ -103,7 +103,7 @@ def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 @contextmanager
 def layer_by_layer() -> Iterator[None]:
-    """Within the block, transformer layers call their inner layers in evaluation, as they do in training.
+    """Within the block, transformer layers call their inner layers during evaluation, as they do during training.
 
     Otherwise, `nn.TransformerEncoderLayer` takes a fast path that reads its layers' weights without calling the layers,
     and FSDP1 unshards a unit only when it's called.
@@ -119,7 +119,7 @@ def layer_by_layer() -> Iterator[None]:
 @torch.no_grad()
 @layer_by_layer()
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
-    """Return three sums over this rank's test images or tokens: loss, correct answers, count. Shape (3,), float64.
+    """Return three sums over this rank's test images or tokens: loss, correct answers and count; shape (3,), float64.
 
     They're sums, not means, so ranks with different numbers of images can add them up and divide at the end.
     """

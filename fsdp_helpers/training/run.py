@@ -1,4 +1,4 @@
-"""Carry out a run, from settings to record: on ranks started here (`train`), or as one of torchrun's ranks."""
+"""Carry out a run, from settings to record: on ranks started here (`train`), or as a rank started by torchrun."""
 
 import gc
 import sys
@@ -95,7 +95,7 @@ def train_each(
 ) -> dict[Name, RunRecord]:
     """Train `config` with each variant's changes, one after the other in a single launch; return the records by name.
 
-    The records are the same as from a call of `train` for each, but PyTorch is loaded only once. Raises the same errors
+    The records are the same as from separate calls to `train`, but PyTorch is loaded only once. Raises the same errors
     as `train`, and ValueError for a variant with a `checkpoint_dir`.
     """
     with shown_by_message(ValueError, DataError):
@@ -111,7 +111,7 @@ def train_each(
 
 
 def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
-    """Train each of `configs`. Each model is freed before the next is built, so memory is the same as with `train`."""
+    """Train each of `configs`. Each model is freed before the next is built, so memory use is as in `train`."""
     records = []
     for config in configs:
         records.append(train_worker(rank, world_size, config))
@@ -120,7 +120,7 @@ def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainCon
 
 
 def _check_ranks(config: TrainConfig, world_size: int, device: str) -> str:
-    """Return the ranks' device, "cpu" or "cuda", after checking that `config` can run there on `world_size` ranks."""
+    """Return the device ("cpu" or "cuda") after checking that `config` can run on it with `world_size` ranks."""
     config.check_world_size(world_size)
     device = choose_device(device, world_size)
     config.check_device(device)

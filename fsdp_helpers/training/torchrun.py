@@ -15,7 +15,7 @@ LEAVE_S = 10.0  # after bad input, the other ranks give rank 0 this long to repo
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This process's rank under torchrun, both among all ranks and among those on its machine."""
+    """This process's rank under torchrun, both among all ranks and among the ranks on its machine."""
 
     rank: int
     world_size: int
@@ -24,7 +24,7 @@ class Place:
 
 
 def started_as_rank() -> bool:
-    """Return True if any of torchrun's telltale variables is set; `read_place` checks the rest."""
+    """Return True if any variable that only torchrun sets is present; `read_place` checks the rest."""
     return any(name in os.environ for name in TELLING)
 
 
@@ -42,7 +42,7 @@ def end_with_agent() -> None:
 
 
 def read_place() -> Place:
-    """Return this process's place, from the variables that torchrun sets.
+    """Return this process's `Place`, read from the variables that torchrun sets.
 
     Raises ValueError if some are missing or contradict each other, or if a restart wouldn't work.
     """

@@ -83,7 +83,7 @@ class StepWatch:
             self.trace = self._memory.last("train step", uncounted_bytes=batch_bytes)
 
     def rank_record(self, rank: int) -> RankRecord:
-        """Return this rank's record: its held bytes, its peak, and the bytes it sent."""
+        """Return this rank's record: the bytes it holds, its peak, and the bytes it sent."""
         return RankRecord(
             rank=rank,
             parameter_bytes=self.state.parameter_bytes,

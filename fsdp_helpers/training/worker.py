@@ -68,7 +68,7 @@ def run_training(
 
 
 def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model with its strategy applied, and an optimizer built afterward, for the parameters it then has."""
+    """Return the model with its strategy applied, and an optimizer built afterward for the resulting parameters."""
     torch.manual_seed(config.seed)  # every rank builds the same model
     model = build_model(config.model, dropout=config.dropout)
     model = APPLY_STRATEGY[config.strategy](model, rank_device(), config)
@@ -87,7 +87,7 @@ class EpochPart(NamedTuple):
 
 
 def epochs_to_train(config: TrainConfig, steps_per_epoch: int, steps_done: int) -> list[EpochPart]:
-    """Return the parts of epochs that are left to train after `steps_done` steps.
+    """Return the parts of epochs that still have to be trained after `steps_done` steps.
 
     If nothing is left, return one part without steps, in the last step's epoch, so that the model is still evaluated.
     """
@@ -112,7 +112,7 @@ def train_epochs(
     optimizer: torch.optim.Optimizer,
     watch: StepWatch,
 ) -> tuple[list[EpochRecord], list[float]]:
-    """Train, then evaluate, epoch by epoch; return the epochs' records and the loss of every step.
+    """Train and then evaluate, epoch by epoch; return the epoch records and the loss of every step.
 
     A rank sees only its own images, so it has only part of each sum. The parts are summed across ranks and then
     divided, so every rank returns the same values.
@@ -133,7 +133,7 @@ def train_epochs(
 
 
 def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
-    """Return the keyword arguments for `train_step`, which appends to `norms` if it clips."""
+    """Return the keyword arguments for `train_step`, which appends to `norms` if clipping is on."""
     return {
         "micro_batches": config.micro_batches,
         "sync_micro_batches": config.reduces_every_part,

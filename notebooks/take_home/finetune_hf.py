@@ -189,7 +189,7 @@ def say(text: str) -> None:
 
 
 class Bytes:
-    """The tokenizer of a model that comes without one and whose 256 tokens are bytes. A zero ends a document."""
+    """The tokenizer for a model that comes without one and whose 256 tokens are bytes. A zero ends a document."""
 
     bos_token_id = None
     eos_token_id = 0
@@ -270,7 +270,7 @@ def document_of_messages(messages: list[dict], tokenizer) -> Document:
 
 
 def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
-    """Return a document's tokens, and for each one whether it counts in the loss.
+    """Return a document's tokens and, for each token, whether it counts in the loss.
 
     We encode each segment separately, as at inference time, when the prompt is encoded before there's an answer.
     """
@@ -388,7 +388,7 @@ class Rows:
         return [[documents[index] for index in row] for row in rows]
 
     def of_step(self, step: int, batch: int) -> list[list[int]]:
-        """Return the rows of a step's global batch. Each epoch contains every row once, in a new order."""
+        """Return the rows in a step's global batch. Each epoch contains every row once, in a new order."""
         rows = []
         for index in range(step * batch, (step + 1) * batch):
             epoch, place = divmod(index, len(self.learned))
@@ -423,7 +423,7 @@ class Rows:
         """Yield this rank's rows, `size` at a time: tokens, positions and targets, each of shape (rows, longest).
 
         Every rank gets the same number of micro-batches, because each one runs collectives. A rank without a row
-        gets an empty one that has no loss.
+        gets an empty micro-batch without a loss.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         own = rows[rank::world_size]
@@ -499,7 +499,7 @@ class FileTensor:
 
 
 def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
-    """Return the tensors in the files of the folder's index, or in all its files if it has none, without values."""
+    """Return tensors without values from the files in the folder's index or, without an index, from all its files."""
     index = folder / "model.safetensors.index.json"
     names = [path.name for path in folder.glob("*.safetensors")]
     if index.exists():
@@ -528,7 +528,7 @@ def build(config: transformers.PretrainedConfig, arguments: argparse.Namespace) 
 
 
 def match_files(model: nn.Module, folder: Path, files: dict[str, FileTensor]) -> dict[str, str]:
-    """Map each name in the files to the model's name; files have a tied weight under only one of its names."""
+    """Map each name in the files to a name in the model; files have a tied weight under only one of its names."""
     names_of = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)]:
         names_of.setdefault(tensor, []).append(name)
@@ -559,7 +559,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]:
-    """Return the modules that become units: those of the class, or those in the largest outermost list."""
+    """Return the modules to use as units: all of the given class, or all in the largest outermost list."""
     modules = dict(model.named_modules())
     if class_name:
         units = {name: module for name, module in modules.items() if type(module).__name__ == class_name}
@@ -718,7 +718,7 @@ def empty_folder(path: Path) -> Path:
 
 
 def give_name(unfinished: Path, path: Path) -> None:
-    """Rename a folder once it's completely on disk. A kill comes before or after the rename, never in between."""
+    """Rename a folder once it's completely on disk. A kill comes either before or after the rename."""
     for file in unfinished.rglob("*"):
         if file.is_file():
             with file.open("rb") as opened:
@@ -907,7 +907,7 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
 
 
 def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
-    """Accumulate the gradient of the batch's mean loss per target token. Return this rank's part of that mean.
+    """Accumulate the gradient of the batch's mean loss per target token. Return this rank's contribution.
 
     Each micro-batch's gradients are reduced right away; otherwise, ranks would hold full gradients until the last one.
     """
@@ -922,7 +922,7 @@ def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, dev
 
 @torch.no_grad()
 def held_out_loss(loss: TokenLoss, rows: Rows, size: int, device: torch.device) -> float:
-    """Return the mean loss per target token of the held-out documents."""
+    """Return the mean loss per target token on the held-out documents."""
     loss.eval()
     total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
     dist.all_reduce(total)
@@ -982,7 +982,7 @@ def train(
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory so far, in bytes: of the tensors on a GPU, or of the process on the CPU."""
+    """Return the peak memory so far in bytes: tensor memory on a GPU, or process memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

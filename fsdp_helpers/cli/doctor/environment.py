@@ -83,7 +83,7 @@ def versions_as_locked() -> Outcome:
 
 
 def locked_versions(text: str) -> dict[str, str]:
-    """Return name -> version for each package that the lock file has for this machine."""
+    """Return a dict from name to version for each package that the lock file lists for this machine."""
     from packaging.markers import Marker
 
     found = {}
@@ -123,6 +123,6 @@ def jupyter_finds_this_environment() -> Outcome:
 
 
 def starts_this_python(command: str) -> bool:
-    """Return True if a kernel's command starts this Python: a bare name does; a path must be in this environment."""
+    """Return True if a kernel's command starts this Python, by bare name or by a path in this environment."""
     path = Path(command)
     return not path.is_absolute() or path.parent == Path(sys.executable).parent

@@ -137,7 +137,7 @@ LOOKS = (
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as Markdown, to paste into an issue; a | in a cell is escaped."""
+    """Return the rows as a Markdown table to paste into an issue; any | in a cell is escaped."""
     cells = [("check", "result", "found"), ("---",) * 3, *((row.check, row.result, row.measured) for row in rows)]
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in cells]
 

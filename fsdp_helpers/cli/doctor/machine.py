@@ -97,7 +97,7 @@ def usable_temporary_folder() -> str:
 
 
 def data_can_be_used() -> Outcome:
-    """Verify MNIST's checksums or, if there are no files, check that they can be written. Nothing is downloaded."""
+    """Verify the MNIST checksums or, if MNIST's files are missing, check that they can be written; download nothing."""
     from fsdp_helpers.data.source import MNIST_FILES, DataError, find_data_dir, mnist_is_there, offline, packed_files
 
     if offline():

@@ -17,7 +17,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"
 
 
 def rank_variables() -> Outcome:
-    """Look for torchrun's variables outside torchrun: with them, `train` would run as a rank, and wait for others."""
+    """Look for torchrun variables set outside torchrun, which would make `train` run as a rank and wait for others."""
     found = {name: os.environ[name] for name in dict.fromkeys((*TELLING, *RANK_VARIABLES)) if name in os.environ}
     said, names = ", ".join(f"{name}={value}" for name, value in found.items()), " ".join(found)
     if not found:
@@ -77,7 +77,7 @@ def missing_for_gloo() -> list[str]:
 
 
 def matches_nccl(chosen: str, there: Sequence[str]) -> bool:
-    """Return True if NCCL would find an interface: names are prefixes, exact after `=`, and excluded after `^`."""
+    """Return True if NCCL would find an interface; names are prefixes, but exact after `=`, and excluded after `^`."""
     is_excluded, chosen = chosen.startswith("^"), chosen.removeprefix("^")
     is_exact, names = chosen.startswith("="), chosen.removeprefix("=").split(",")
 
@@ -125,7 +125,7 @@ def is_own_address(address: str) -> bool:
 
 
 def ports_answer() -> Outcome:
-    """Take a free port on this machine and connect to it."""
+    """Open a free port on this machine and connect to it."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

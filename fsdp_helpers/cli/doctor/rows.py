@@ -12,7 +12,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check, in words. A check that passes but leaves a doubt is a note."""
+    """The result of a check, in words. A check that passes but leaves some doubt produces a note."""
 
     passed: bool
     measured: str
@@ -26,13 +26,13 @@ class Outcome:
 
 
 def note(measured: str) -> Outcome:
-    """Return the outcome of a check that passed but leaves a doubt."""
+    """Return the outcome of a check that passed but leaves some doubt."""
     return Outcome(True, measured, is_note=True)
 
 
 @dataclass(frozen=True)
 class Look:
-    """A check with its title in the report; `run` returns the finding and, if something's wrong, the fix."""
+    """A check and its title in the report; `run` returns the finding and, if something's wrong, the fix."""
 
     title: str
     run: Callable[[], Outcome]
@@ -40,7 +40,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Row:
-    """A finished check's line in the report."""
+    """The line in the report for a finished check."""
 
     check: str
     result: str

@@ -1,4 +1,4 @@
-"""The rank functions that the checks run."""
+"""The functions that the checks run on ranks."""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ Collectives = tuple[str, float, list[float], list[float]]
 
 
 def collectives_on_device(rank: int, world_size: int) -> Collectives:
-    """Run three collectives on known numbers; return this rank's device and their results."""
+    """Run three collectives on known numbers; return this rank's device and the collectives' results."""
     device = rank_device()
     own = torch.tensor([float(rank + 1)], device=device)
     total, every = own.clone(), torch.empty(world_size, device=device)
@@ -34,7 +34,7 @@ def expected_of_collectives(device: str, world_size: int) -> list[Collectives]:
 
 
 def train_in_three_ways(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Return the losses of the same model's first steps under DDP, under FSDP2, and under FSDP2 in bf16."""
+    """Return the same model's losses over its first steps under DDP, under FSDP2, and under FSDP2 in bf16."""
     return {way: losses_of(way, rank, world_size) for way in ("ddp", "fsdp2", "bf16")}
 
 

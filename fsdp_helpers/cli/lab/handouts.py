@@ -28,7 +28,7 @@ PRINT_S = 120  # for one page, on a busy machine
 
 
 def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collection[str] = ()) -> str:
-    """Return a notebook as a printable page that links to the `others`. Hints come at the end, then any solutions."""
+    """Return a notebook as a printable page that links to the `others`. Hints come last, followed by any solutions."""
     hints, answers = [], []
     for exercise, title, text in take_folded(notebook):
         (answers if title in ("Solution", "Answers") else hints).append(f"**{exercise} · {title}.** {text.strip()}")
@@ -41,7 +41,7 @@ def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collect
 
 
 def take_folded(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str, str]]:
-    """Remove the folded parts from the text; yield the exercise, title and text of each hint and solution."""
+    """Remove the folded sections from the text; yield the exercise, title and text of each hint and solution."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             for found in FOLDED.finditer(cell.source):
@@ -73,7 +73,7 @@ def find_chromium() -> str | None:
 
 
 def print_pdf(chromium: str, page: Path, pdf: Path) -> None:
-    """Print a local page to a PDF, laid out by its own style sheet. Raises RuntimeError if Chromium fails."""
+    """Print a local page to a PDF, using the page's style sheet. Raises RuntimeError if Chromium fails."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-print-") as profile:
         command = [chromium, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--no-pdf-header-footer"]
         # Chromium requires this flag when it's run as root.

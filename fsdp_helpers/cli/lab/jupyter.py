@@ -1,4 +1,4 @@
-"""JupyterLab on the notebooks: `python -m fsdp_helpers lab`, with this environment in its kernels and terminals."""
+"""Open the notebooks in JupyterLab, using this environment in kernels and terminals: `python -m fsdp_helpers lab`."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ FIRST = "00_start_here.ipynb"
 
 
 def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
-    """Start JupyterLab on the notebooks, or on copies of them in `copies`; return when it ends.
+    """Start JupyterLab with the notebooks, or with copies of them in the folder `copies`; return when it ends.
 
     Raises ValueError if `copies` is outside the project, which is the folder that JupyterLab shows.
     """
@@ -49,7 +49,7 @@ def sign(notebooks: Sequence[Path]) -> None:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that kernels and terminals need on top of the `given` ones."""
+    """Return the environment variables that kernels and terminals need in addition to the `given` variables."""
     variables = {
         "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),
         "OMP_WAIT_POLICY": "PASSIVE",  # if cores are busy, spinning threads make a step take ten times as long
@@ -62,7 +62,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def settings(folder: Path) -> list[str]:
-    """Return JupyterLab's arguments: the folder it shows, the file it opens first, and its terminals' shell."""
+    """Return JupyterLab's arguments: the folder it shows, the file it opens first, and the shell for its terminals."""
     chosen = [f"--ServerApp.root_dir={PROJECT}", f"--LabApp.default_url=/lab/tree/{folder.as_posix()}/{FIRST}"]
     if shutil.which("sh"):
         chosen.append(f"--ServerApp.terminado_settings=shell_command={['sh', str(HERE / 'shell')]}")

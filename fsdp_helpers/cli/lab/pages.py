@@ -34,7 +34,7 @@ PAGE = """<!doctype html>
 
 
 def page(title: str, body: str, *styles: Path) -> str:
-    """Return a complete HTML page. `styles` are CSS files, which come after the colors for code."""
+    """Return a complete HTML page. `styles` are CSS files, which are added after the code colors."""
     sheets = [code_colors(), *(path.read_text() for path in styles)]
     return PAGE.format(title=escape(title), styles="\n".join(sheets), body=body)
 
@@ -46,7 +46,7 @@ def notebook_body(notebook: nbformat.NotebookNode) -> str:
 
 
 def embed_pictures(body: str, folder: Path) -> str:
-    """Return the page with its pictures, which are files in `folder`, embedded."""
+    """Return the page with embedded pictures, which are read from `folder`."""
 
     def embedded(found: re.Match) -> str:
         path = folder / found["file"]
@@ -86,7 +86,7 @@ def code_colors() -> str:
 
 
 def link_to_pages(body: str, names: Collection[str]) -> str:
-    """Return the page with its links to notebooks and Markdown files in `names` changed to those files' pages.
+    """Return the page with links to the notebooks and Markdown files in `names` redirected to those files' pages.
 
     Links to any other files are removed.
     """

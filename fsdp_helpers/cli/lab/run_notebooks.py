@@ -1,6 +1,6 @@
 """Execute notebooks one after another, from top to bottom, and save their outputs: `make run NOTEBOOKS="03 09"`.
 
-A notebook's file is written only if the run reaches its end.
+A notebook is saved only if its run completes.
 """
 
 import argparse

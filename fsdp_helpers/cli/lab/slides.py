@@ -42,7 +42,7 @@ def deck(notebook: nbformat.NotebookNode) -> str:
 
 
 def slides_of(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, Body]]:
-    """Yield each slide after the title: its section's heading, and its content."""
+    """Yield the section heading and the content of each slide after the title slide."""
     heading = ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -54,7 +54,7 @@ def slides_of(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, Body]]:
 
 
 def of_text(source: str) -> Iterator[Body]:
-    """Yield a Markdown cell's tables and listings or, if it has none, its text without the heading and folded parts.
+    """Yield a Markdown cell's tables and listings or, if it has none, its text without the heading and folded sections.
 
     The questions and sources at the end of a chapter are left out.
     """
@@ -134,12 +134,12 @@ def _plain(lines: list[str]) -> str:
 
 
 def wrapped(text: str, per_line: int) -> int:
-    """Return how many lines a text takes if lines have at most `per_line` characters."""
+    """Return the number of lines that a text takes up with at most `per_line` characters per line."""
     return max(1, math.ceil(len(text) / per_line))
 
 
 def in_parts(lines: list[str], room_px: float, height_of: Callable[[str], float]) -> Iterator[list[str]]:
-    """Yield the lines in parts of at most `room_px` in height, as equal as possible."""
+    """Yield the lines in groups that are at most `room_px` high and as equal as possible."""
     total = sum(map(height_of, lines))
     num_parts = max(1, math.ceil(total / room_px)) if lines else 0
     done, numbered = 0.0, []

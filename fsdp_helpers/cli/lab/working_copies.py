@@ -18,7 +18,7 @@ LEFT_OUT = shutil.ignore_patterns("my_*", "job.sbatch", ".*", "__pycache__")
 
 
 def copy_missing(work: Path) -> list[Path]:
-    """Copy the notebooks, and the files that they read, into `work`; return the new files."""
+    """Copy the notebooks and the files they read into `work`, skipping existing files; return the new files."""
     copied = []
 
     def copy(original: str, to: str) -> None:
