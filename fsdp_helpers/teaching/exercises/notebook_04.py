@@ -276,7 +276,7 @@ class ShardedBlock:
 
 
 class Onlooker:
-    """A recorder for the full-parameter bytes in the blocks and the largest number of blocks unsharded at once."""
+    """A record of the full-parameter bytes in the blocks and the largest number of blocks unsharded at once."""
 
     def __init__(self, blocks: list[ShardedBlock]) -> None:
         self.blocks = blocks

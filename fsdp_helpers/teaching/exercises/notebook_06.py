@@ -213,7 +213,7 @@ def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """Make the save after KILLED_AFTER `taken` steps write only some of its data and exit, within the block.
+    """Within the block, make the save after KILLED_AFTER `taken` steps write only some of its data, then exit.
 
     DCP writes only rank 0's file; `torch.save` writes half of its file.
     """

@@ -36,7 +36,7 @@ class Failure:
 
     `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers in one process,
     without ranks. All three are None for a failure that has a `source` and isn't run here. A broken run ends in an
-    error that matches `says`, or gives wrong numbers. A fixed run gives right numbers within a relative `tolerance`.
+    error that matches `says`, or gives wrong numbers. A fixed run's numbers are right within a relative `tolerance`.
     """
 
     name: str
