@@ -23,7 +23,7 @@ def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
 
 
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Return the bytes that a forward of `model` keeps for backward, without parameters; each storage counts once.
+    """Return the bytes that `model` keeps from forward for backward, excluding parameters; each storage counts once.
 
     Call it in one process, on a model that isn't sharded. It doesn't train the model.
     """
@@ -43,7 +43,7 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
 
 
 def products_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Return the bytes that selective checkpointing keeps: the outputs of all matrix products in a forward."""
+    """Return the bytes that selective checkpointing keeps: the outputs of all matrix products in forward."""
     with ProductCount() as count, torch.no_grad():
         model(*inputs)
     return count.num_bytes

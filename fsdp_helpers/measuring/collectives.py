@@ -1,4 +1,4 @@
-"""Record a rank's collectives: their kinds, their sizes, the bytes that the rank sends, and their times."""
+"""Record a rank's collectives: their kinds, sizes and times, and the bytes that the rank sends."""
 
 import threading
 import time
@@ -53,7 +53,7 @@ SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """A dispatch mode that records every collective in `events`, and waits until each is done before going on.
+    """A dispatch mode that records every collective in `events`, and waits for each one to finish.
 
     gloo completes a collective in a separate thread. If the last reference to a buffer is dropped there, the profiler,
     which follows only one thread, doesn't see the buffer being freed. Waiting makes byte counts exact and reproducible.
@@ -86,7 +86,7 @@ class CollectiveTrace(TorchDispatchMode):
 
 @contextmanager
 def trace_collectives() -> Iterator[list[Collective]]:
-    """Within the block, record every collective of this rank in the yielded list."""
+    """Within the block, record all of this rank's collectives in the yielded list."""
     with CollectiveTrace() as trace:
         yield trace.events
 
@@ -106,18 +106,18 @@ def count_collectives(events: list[Collective] | tuple[Collective, ...]) -> tupl
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
-    """Return True if an operator is a collective: either one of c10d's or a functional one."""
+    """Return True if an operator is a collective, whether from c10d or functional."""
     namespace, _, name = func._schema.name.partition("::")
     return namespace in NAMESPACES and name not in NO_COLLECTIVES
 
 
 def is_point_to_point(func: torch._ops.OpOverload) -> bool:
-    """Return True if an operator sends to one other rank, or receives from one."""
+    """Return True if an operator sends to or receives from a single other rank."""
     return OP_NAMES.get(func._schema.name.partition("::")[2]) in ("send", "recv")
 
 
 def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_s: tuple[float, float]) -> Collective:
-    """Return a record of one collective call, as this rank sees it in the call's process group."""
+    """Return a record of one collective call, from this rank's point of view in the call's process group."""
     named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     group = _group_of(named)
     name = func._schema.name.split("::")[1]
@@ -142,7 +142,7 @@ def _group_of(named: dict[str, object]) -> dist.ProcessGroup:
 
 
 def _sent_to_others(named: dict, group: dist.ProcessGroup) -> int:
-    """Return the bytes that this rank sends to others in an all-to-all; each may get a different number of rows."""
+    """Return the bytes that this rank sends in an all-to-all; each other rank may get a different number of rows."""
     sizes = [tensor.nbytes for tensor in _tensors(named.get("input_tensors", named.get("input")))]
     rows = named.get("input_split_sizes")
     if rows and sum(rows):
@@ -153,7 +153,7 @@ def _sent_to_others(named: dict, group: dist.ProcessGroup) -> int:
 
 
 def _full_bytes(op: str, arguments: Iterable[object], num_ranks: int) -> int:
-    """Return the size of the full tensor, such as an all-gather's output or a reduce-scatter's input."""
+    """Return the size of the full tensor, such as the output of an all-gather or the input to a reduce-scatter."""
     sizes = [sum(tensor.nbytes for tensor in _tensors(argument)) for argument in arguments]
     if op in ("gather", "scatter"):  # one rank has the full tensor, and every rank has a part of it
         return num_ranks * min(size for size in sizes if size)
@@ -183,7 +183,7 @@ def _another_thread_runs() -> bool:
 
 
 def _let_gpu_catch_up() -> None:
-    """Wait until the GPU, if this process uses one, has finished all launched work."""
+    """If this process uses a GPU, wait until the GPU has finished all launched work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -32,7 +32,7 @@ def describe(event: Collective | None) -> str:
 
 
 def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | None:
-    """Return where the ranks' traces first differ in a collective's kind or size, or None if they never do.
+    """Return the first point where the ranks' traces differ in a collective's kind or size; None if they never do.
 
     Within a group, collectives are matched only by their order. Equal traces don't prove that the ranks agree: two
     all-reduces of the same size may still be for different tensors.
@@ -45,7 +45,7 @@ def compare_collectives(traces: Sequence[Sequence[Collective]]) -> Divergence | 
 
 
 class CollectiveLog(TorchDispatchMode):
-    """A dispatch mode that logs each collective to a file before it begins, so even one that never ends is logged."""
+    """A dispatch mode that logs each collective to a file before it begins, so that even one that hangs is logged."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()
@@ -65,5 +65,5 @@ def log_collectives(path: Path) -> Iterator[None]:
 
 
 def read_log(path: Path) -> list[Collective]:
-    """Return the collectives in a log that `log_collectives` wrote, even if its rank was killed."""
+    """Return the collectives from a log written by `log_collectives`, even if the rank was killed."""
     return [Collective(**json.loads(line)) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Run a step without values: fake tensors compute a model's shapes, and we count the memory they would take.
+"""Run a step without values: fake tensors have only shapes, and we count the memory that real ones would take.
 
 A fake tensor has a shape, a dtype and a device, but no memory. A dispatch mode sees every operation and counts the
 results' storages until they're freed. It can't see the memory that an operation allocates internally.
@@ -65,7 +65,7 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 class FakeTrace(TorchDispatchMode):
-    """A dispatch mode that keeps a running total of the bytes of results; `mark` begins a new interval."""
+    """A dispatch mode that keeps a running total of result bytes; `mark` begins a new interval."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class FakeTrace(TorchDispatchMode):
         return result
 
     def know(self, model: nn.Module, batch: Any) -> None:
-        """Remember the tensors of the model and the batch, so that they aren't counted."""
+        """Remember the tensors in the model and the batch, so that they aren't counted."""
         for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(batch)]:
             if isinstance(tensor, Tensor):
                 self._known.add(tensor.untyped_storage())
@@ -90,7 +90,7 @@ class FakeTrace(TorchDispatchMode):
         self._stretches.append([self._bytes, self._bytes])
 
     def between_marks(self) -> list[tuple[int, int]]:
-        """Return, for each interval, the bytes at its start, and the peak until the next one begins."""
+        """Return two numbers per interval: the bytes at its start, and the peak until the next interval begins."""
         return [(start, most) for start, most in self._stretches]
 
     def _see(self, storage: torch.UntypedStorage) -> None:

@@ -1,4 +1,4 @@
-"""Count a rank's bytes: the state it holds, from its live tensors, and a curve of everything it allocates."""
+"""Measure a rank's memory: the state in its live tensors, and a curve of everything it allocates."""
 
 import gc
 import os
@@ -99,7 +99,7 @@ class MemoryTrace:
         self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
-        """Return the last phase called `name`: its times from its start, and its curve minus `uncounted_bytes`.
+        """Return the last phase called `name`, with times from its start and its curve minus `uncounted_bytes`.
 
         Raises ValueError if there's no phase with that name.
         """
@@ -129,7 +129,7 @@ class MemoryTrace:
         return self._between(self._marks_s[0], float("inf"), 0)
 
     def between_marks(self, name: str) -> list[tuple[int, int]]:
-        """Return, for each phase called `name`, the bytes allocated at its start, and the peak until the next phase.
+        """Return two numbers per phase called `name`: the bytes allocated at its start, and the peak until the next.
 
         The last phase's interval ends with the trace. To set a mark, use an empty `record_function(name)`.
         """
@@ -241,7 +241,7 @@ def stop_history(device: torch.device) -> list[dict]:
 def take_work_spaces(device: torch.device) -> None:
     """Make cuBLAS allocate its workspaces now, before we count anything.
 
-    torch 2.11 allocates them like tensors: 8 to 32 MiB for forward's thread and as much for backward's thread, unless
+    torch 2.11 allocates them like tensors: 8 to 32 MiB for the forward thread and as many for the backward one, unless
     `CUBLAS_WORKSPACE_CONFIG` sets a smaller size.
     """
     values = torch.ones(16, 16, device=device, requires_grad=True)
@@ -249,7 +249,7 @@ def take_work_spaces(device: torch.device) -> None:
 
 
 def requested_points(noted: Iterable[Mapping]) -> list[tuple[float, int]]:
-    """Return (Unix time in s, bytes requested from then on), counting the tensors created within the history.
+    """Return (Unix time in s, bytes requested from then on), counting only tensors created during the history.
 
     A tensor counts until it's freed. If a stream is still reading its block (`record_stream`), the block can only be
     reused later; that affects reserved memory, but not these numbers.

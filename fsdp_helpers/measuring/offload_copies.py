@@ -17,7 +17,7 @@ Seen = tuple[float, Tensor, Tensor]  # time in s, the tensor to copy, the copy
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadCopy:
-    """A copy of a parameter's shard to the device, or of a gradient's shard to the host."""
+    """A copy of a parameter shard to the device, or of a gradient shard to the host."""
 
     name: str  # the parameter's name
     way: str  # TO_DEVICE or TO_HOST
@@ -59,7 +59,7 @@ def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
 
 
 def named_copies(model: nn.Module, seen: Sequence[Seen]) -> list[OffloadCopy]:
-    """Return the recorded copies, named after `model`'s parameters; a small parameter's empty shards are left out."""
+    """Return the recorded copies, named after `model`'s parameters; empty shards of small parameters are left out."""
     parameters = {_memory(parameter): name for name, parameter in model.named_parameters()}
     gradients = {
         _own(parameter.grad).data_ptr(): name  # a unit's gradients share a buffer

@@ -56,8 +56,8 @@ def plan_model(
     tensor or any nesting of tensors, with samples along the first dimension. `loss_of(model, batch)` returns the loss
     (default: the sum of the outputs' means). Modules of `unit_class` are FSDP units, which activation checkpointing
     recomputes; `unit_names` are further units that it doesn't recompute, such as an embedding and a head. `device` is a
-    name from `planning.devices`. Numbers that you pass override that device's own; without a device, you have to pass
-    `device_memory_gb`. `settings` are those of `planning.plan.Settings`, such as the optimizer and the number of
+    name from `planning.devices`. Numbers that you pass override the device's; without a device, you have to pass
+    `device_memory_gb`. `settings` are fields of `planning.plan.Settings`, such as the optimizer and the number of
     micro-batches. The bytes that DDP sends to broadcast buffers before each forward aren't counted. Raises ValueError
     for an impossible cluster or impossible settings.
     """
@@ -151,7 +151,7 @@ def with_autocast(loss_of: LossOf, device: torch.device) -> LossOf:
 def find_units(
     model: nn.Module, unit_class: Classes, unit_names: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the modules to recompute, and those of all units. Raises ValueError for an unknown name."""
+    """Return two tuples of names: the modules to recompute, and all units. Raises ValueError for an unknown name."""
     recomputed = tuple(name for name, module in model.named_modules() if name and isinstance(module, unit_class))
     named = dict(model.named_modules())
     if unknown := [name for name in unit_names if name not in named]:
@@ -184,7 +184,7 @@ def fake_step(
     precision: str,
     flat_units: Flat = None,
 ) -> StepProfile:
-    """Return the profile of a step of a model that has no values, like `measure_step` but with fake tensors."""
+    """Return a step profile for a model that has no values, like `measure_step` but with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     with fake_tensors() as mode, needs_no_values(type(model).__name__):
         made_fake(model, mode, _dtype(precision))
@@ -267,7 +267,7 @@ class OneKernelNorm(torch.autograd.Function):
 def count_flops(
     model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the number of operations in each module's forward, without its submodules, and in its attention alone."""
+    """Return the number of operations in each module's forward, excluding submodules, and in its attention alone."""
     # Attention runs as plain products, since torch 2.11 doesn't count a fused kernel's operations on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:
@@ -312,7 +312,7 @@ def attention_counted(counter: FlopCounterMode) -> Iterator[dict[str, int]]:
 
 
 def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
-    """Return the sum of the outputs' means as a loss; a tuple's or list's items are passed as separate arguments."""
+    """Return the sum of the output means as a loss; items in a tuple or list are passed as separate arguments."""
     outputs = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     return torch.stack([leaf.float().mean() for leaf in tree_leaves(outputs) if leaf.is_floating_point()]).sum()
 
@@ -337,7 +337,7 @@ def num_samples(batch: Any) -> int:
 
 
 def first_samples(batch: Any, samples: int, dtype: torch.dtype) -> Any:
-    """Return a batch's first samples, in `dtype` if they're floating-point; tensors without samples keep their size."""
+    """Return the batch with only its first samples, floats in `dtype`; tensors without samples keep their size."""
     length = num_samples(batch)
 
     def first(leaf: Any) -> Any:

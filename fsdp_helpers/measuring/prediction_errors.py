@@ -34,7 +34,7 @@ REAL_RANKS, IMAGINED_RANKS = (1, 2, 4), (8, 64, 1024)
 
 
 class Run(NamedTuple):
-    """The run behind one row: the model, the variant (strategy and settings) and the world size."""
+    """The run that a row describes: its model, its variant (strategy and settings) and its world size."""
 
     model: str
     variant: str
@@ -136,7 +136,7 @@ def read_errors(path: str | Path) -> list[ErrorRow]:
 
 
 def write_errors(path: str | Path) -> list[ErrorRow]:
-    """Measure each of the table's runs that isn't in `path` yet, updating the file after each. Return all rows.
+    """Measure the runs in the table that aren't in `path` yet, updating the file after each. Return all rows.
 
     DeepNet's runs take by far the most time and memory. To measure everything again, delete the file.
     """

@@ -1,4 +1,4 @@
-"""Run one rank of N by itself: the strategy's real code on real tensors, with the other ranks faked.
+"""Run one rank of N alone: the strategy's real code on real tensors, with the other ranks faked.
 
 torch's fake process group completes every collective immediately, with a tensor of the right size but wrong values. So
 losses are meaningless here, but this rank allocates as many bytes as a real rank of N, and would send as many.
@@ -35,7 +35,7 @@ LIKE_THIS_ONE = "simulate_uniform_ranks"
 
 @dataclass(frozen=True, kw_only=True)
 class RankOfN:
-    """One rank's bytes in a steady step: its state, the bytes it holds, its peak, and the bytes it sends."""
+    """One rank's bytes in a steady step: its state bytes, held bytes, peak bytes and sent bytes."""
 
     rank: int
     world_size: int
@@ -128,7 +128,7 @@ def measure_own_rank_of_n(
     units: Sequence[str] = (),
     rank: int = 0,
 ) -> RankOfN:
-    """Measure one rank of N for any model: `build()` creates it, `loss_of(model)` returns its loss on a rank's batch.
+    """Measure one rank of N for any model: `build()` creates the model, `loss_of(model)` returns one rank's loss.
 
     Only the strategy, the API and the memory levers in `config` matter. `units` names the FSDP units below the root,
     which are recomputed if activation checkpointing is on.
@@ -139,7 +139,7 @@ def measure_own_rank_of_n(
 
 
 def distribute_model(model: nn.Module, config: TrainConfig, units: Sequence[str]) -> nn.Module:
-    """Apply the strategy of `config` to `model`; the named modules are units, recomputed if `config` enables that."""
+    """Apply the strategy in `config` to `model`; the named modules are units, recomputed if `config` enables that."""
     chosen = {model.get_submodule(name) for name in units}
     if config.activation_checkpointing != "none":
         model = checkpoint_activations(model, units, config.activation_checkpointing)

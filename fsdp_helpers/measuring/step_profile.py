@@ -39,7 +39,7 @@ def measure_step(
     flat_units: Sequence[str] | None = None,
     precision: str = "fp32",
 ) -> StepProfile:
-    """Return the profile of one forward, `compute_loss()`, and one backward of the unsharded `model` in one process.
+    """Return the profile of one forward (`compute_loss()`) and one backward of the unsharded `model` in one process.
 
     Parameters aren't updated, and gradients are discarded. If units are checkpointed, recomputation is part of the
     measurement. Backward is recorded as leaving one of `units` when FSDP2 would leave it. If another module uses the
@@ -84,7 +84,7 @@ def cast_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def cast_inputs(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
-    """For the measured step, cast the inputs of the root and, for FSDP2, of all `units` to bf16 within the block.
+    """Within the block, cast the root's inputs to bf16 and, for FSDP2, the inputs of all `units`, too.
 
     The cast copies take memory, and autograd may keep them until backward. If a value is combined with an fp32 buffer
     inside a unit, the result is fp32, as in a real run. Sources: torch 2.15, FSDP2's `FSDPState._cast_forward_inputs`
@@ -156,8 +156,8 @@ def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> St
 def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -> dict[str, Peak]:
     """Return each run's predicted peak, calculated from one micro-batch that's measured here in one process.
 
-    Runs that differ only in their sharding share a measurement. `backend` is "gloo" or "nccl"; by default, it's that of
-    run's own.
+    Runs that differ only in their sharding share a measurement. `backend` is "gloo" or "nccl"; by default, it's the
+    run's own backend.
     """
     profiles: dict[tuple, StepProfile] = {}
     peaks = {}
@@ -187,7 +187,7 @@ def units_of(config: TrainConfig) -> list[str]:
 
 
 class StepMarks:
-    """Hooks on every module with parameters, which mark a step's events in a memory trace."""
+    """Hooks that mark a step's events in a memory trace, on every module with parameters."""
 
     def __init__(self, units: Collection[str] = (), mark: Callable[[], None] | None = None) -> None:
         self._units, self._mark = units, mark or _mark_in_trace
@@ -196,7 +196,7 @@ class StepMarks:
 
     @contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, record the events of `model`'s forward and backward.
+        """Within the block, record the events in `model`'s forward and backward.
 
         Everything allocated from the start of the block counts, even before the model is called: for example, noise
         that's added to a batch, or a cast copy of it.
@@ -248,7 +248,7 @@ class StepMarks:
         return hook
 
     def _left_as_a_unit(self, name: str, args: tuple, kwargs: dict, inputs: list[Tensor]) -> tuple[tuple, dict]:
-        """Pass a unit's inputs through a function first, as FSDP2 does; backward reaches it when it leaves the unit."""
+        """Pass a unit's inputs through a function, as FSDP2 does, so that backward reaches it on leaving the unit."""
         passed = LeaveBackward.apply(lambda: self._note("leave_backward", name), *inputs)
         instead = {id(tensor): other for tensor, other in zip(inputs, passed, strict=True)}
         return tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))
@@ -298,9 +298,9 @@ def _mark_in_trace() -> None:
 
 
 def settle(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Reorder backward's events at the same tensor: it should leave modules, inner ones first, before it enters others.
+    """Reorder backward events at the same tensor: leaving modules (inner ones first) comes before entering others.
 
-    This is necessary because one module's output is the next one's input, and a tensor's hooks are called in forward's
+    This is necessary because one module's output is the next one's input, and a tensor's hooks are called in forward
     order.
     """
     settled: list[Moment] = []

@@ -1,6 +1,6 @@
-"""Trace a step of FSDP2 unit by unit: when each is unsharded, resharded and reduced, and when gradients are computed.
+"""Trace an FSDP2 step: when each unit is unsharded, resharded and reduced, and when gradients are computed.
 
-All times are measured, on ranks of one machine, which share its clock. On a GPU, a gradient's time is when its last
+All times are measured on ranks of one machine, which share a clock. On a GPU, a gradient's time is when its last
 kernel was launched; collectives and phases end when the GPU is done.
 """
 
@@ -46,7 +46,7 @@ class Stay:
 
 @dataclass(frozen=True, kw_only=True)
 class RankUnits:
-    """One rank's view of the step; times on all ranks count from the same moment."""
+    """One rank's record of the step; times on all ranks count from the same moment."""
 
     trace: StepTrace
     zeroed_s: float  # when `zero_grad` has released the old gradients
@@ -74,7 +74,7 @@ class UnitTrace:
 
 
 def read_unit_trace(path: str | PathLike) -> UnitTrace:
-    """Read a trace that `UnitTrace.save` wrote."""
+    """Read a trace written by `UnitTrace.save`."""
     kept = json.loads(Path(path).read_text())
     return UnitTrace(
         model=kept["model"],
@@ -85,7 +85,7 @@ def read_unit_trace(path: str | PathLike) -> UnitTrace:
 
 
 class UnitHooks:
-    """Hooks on a sharded model's units that record when forward enters and leaves them, and when gradients are done.
+    """Hooks that record when forward enters and leaves each unit of a sharded model, and when gradients are done.
 
     Add them after `fully_shard`, so that FSDP2's own hooks run first: then parameters are already unsharded when these
     hooks are called.
@@ -135,13 +135,13 @@ class UnitHooks:
         return hook
 
     def _own_parameters(self, unit: str) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of this unit that aren't in a unit inside it."""
+        """Return the parameters in this unit that aren't in a nested unit."""
         inner = [name for name in self._units if name != unit and name.startswith(f"{unit}." if unit else "")]
         found = self._units[unit].named_parameters(prefix=unit)
         return [(name, one) for name, one in found if not any(name.startswith(f"{other}.") for other in inner)]
 
     def seen_with(self, trace: StepTrace) -> RankUnits:
-        """Return this rank's last step, with times from its start; `trace` must be a trace of that step.
+        """Return this rank's last step, with times from the step's start; `trace` must be a trace of that step.
 
         Raises ValueError unless units were unsharded and reduced in order, as they are if no unit below the root
         contains another one.
@@ -165,7 +165,7 @@ class UnitHooks:
         )
 
     def _matched(self, order: Sequence[str], trace: StepTrace, op: str) -> list[tuple[str, Collective]]:
-        """Return the collectives of one kind, each with its unit. All of a unit's collectives must be the same size."""
+        """Return the collectives of one kind, each with its unit. A unit's collectives must all be the same size."""
         seen = [one for one in trace.collectives if one.op == op]
         sizes: dict[str, set[int]] = {}
         for name, one in zip(order, seen, strict=False):

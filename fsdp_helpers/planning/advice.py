@@ -64,7 +64,7 @@ def _host_sentence(plan: Plan) -> str:
 
 
 def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
-    """Return the changes in words, in order, with the peak after each, and what to do if they aren't enough."""
+    """Return text that lists the changes in order, with the peak after each, and what to do if they aren't enough."""
     last = changes[-1][1] if changes else plan
     steps = [f"{text} (peak {format_bytes(plan.peak.bytes)})" for text, plan in changes]
     if last.fits:
@@ -76,7 +76,7 @@ def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
 
 
 def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]]:
-    """Return the changes to make, one after another, each with the plan that it leads to.
+    """Return the changes to make, in order, each with the resulting plan.
 
     If any single change makes the plan fit, we take the cheapest such change, which is the first in `possible_changes`.
     If none does, we take the one that saves the most, and continue from there.
@@ -99,7 +99,7 @@ def _is_better(changed: Plan, plan: Plan) -> bool:
 
 
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
-    """Yield each change that's still possible and the plan it leads to, cheapest first.
+    """Yield each change that's still possible, with the resulting plan, cheapest first.
 
     Each has a cost: more units add latency; reducing after every micro-batch sends more; bf16 loses some precision
     where it matters little; a chunked loss computes the head's forward twice; recomputation takes a third more

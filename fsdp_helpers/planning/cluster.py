@@ -87,7 +87,7 @@ class Cluster:
 
     @classmethod
     def of(cls, device: str, world_size: int, precision: str = "bf16", **changes) -> "Cluster":
-        """Return a cluster of `world_size` devices of this type, in their usual nodes; `changes` override its numbers.
+        """Return a cluster of `world_size` devices of this type, in their usual nodes; `changes` override the defaults.
 
         Raises ValueError for an unknown device, or for a precision that the device doesn't support.
         """
@@ -109,7 +109,7 @@ class Cluster:
 
     @property
     def is_typical(self) -> bool:
-        """Return True if the rate is the share of the peak that published runs reach, rather than one that you gave."""
+        """Return True if the rate comes from the share of the peak that published runs reach, rather than from you."""
         if self.device is None or self.peak_flops_per_s is None:
             return False
         return self.flops_per_s == named_device(self.device).share * self.peak_flops_per_s

@@ -25,7 +25,7 @@ LINK_SHARE = 0.8  # of the data sheet's rate: 8 H100s all-gather at 360 of 450 G
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device's data-sheet numbers, and those of the machine it usually comes in."""
+    """Data-sheet numbers for a device and for the machine it usually comes in."""
 
     title: str
     memory_bytes: float

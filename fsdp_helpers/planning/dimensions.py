@@ -14,7 +14,7 @@ from fsdp_helpers.planning.traffic import collective_sent_bytes
 
 
 def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return FSDP's bytes for 3 · (N−1)/N · P values: units are all-gathered twice, gradients reduce-scattered once.
+    """Return the bytes for 3 · (N−1)/N · P values: FSDP all-gathers each unit twice and reduce-scatters it once.
 
     Padding isn't counted, and every parameter is assumed to be in a unit below the root.
     """
@@ -24,13 +24,13 @@ def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -
 
 
 def hybrid_sent_bytes(params: int, shards: int, replicas: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes of FSDP across S `shards`, plus an all-reduce across R `replicas`: 2 · (R−1)/R · P/S values."""
+    """Return the bytes for FSDP across S `shards` and an all-reduce of 2 · (R−1)/R · P/S values across R `replicas`."""
     reduced = collective_sent_bytes("all_reduce", params * value_bytes // shards, replicas)
     return fsdp_sent_bytes(params, shards, value_bytes=value_bytes) + reduced
 
 
 def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes of 2 all-reduces in each block's forward and 2 in its backward.
+    """Return the bytes for 2 all-reduces in each block's forward and 2 in its backward.
 
     That's 4 · L · 2 · (t−1)/t · tokens · width values, for L layers and t ranks. With sequence parallelism, each
     all-reduce is split into a reduce-scatter and an all-gather; the bytes stay the same.
@@ -41,10 +41,10 @@ def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value
 
 
 def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes to all-gather keys and values, and to reduce-scatter their gradients.
+    """Return the bytes sent to all-gather keys and values, and to reduce-scatter their gradients.
 
     That's 4 · L · (c−1)/c · tokens · kv_width values, for L layers and c ranks. `kv_width` is the width of the keys,
-    which is less than the model's if several heads share them. A ring that keeps the tensors it receives sends the same
+    which is less than the model's if several heads share keys. A ring that keeps the tensors it receives sends the same
     number of bytes; one that passes keys and values around again in backward sends 1.5 times as many.
 
     Source: H. Liu et al. 2023, arXiv:2310.01889.
@@ -55,7 +55,7 @@ def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, v
 
 
 def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes of the activations sent forward and the gradients sent back: 2 · tokens · width values.
+    """Return the bytes for sending activations forward and gradients back: 2 · tokens · width values.
 
     A stage `at_the_end` (the first or the last) sends only one of the two. The numbers of stages and micro-batches
     don't matter. Source: Y. Huang et al. 2018, arXiv:1811.06965.
@@ -64,7 +64,7 @@ def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, va
 
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of a step that a stage spends waiting, the same for GPipe and 1F1B: (S−1) / (M+S−1).
+    """Return the fraction of a step that a stage spends waiting: (S−1) / (M+S−1), for both GPipe and 1F1B.
 
     Source: D. Narayanan et al. 2021, arXiv:2104.04473, section 2.2, which divides by M instead, the time that the work
     would take without any waiting.
@@ -75,7 +75,7 @@ def pipeline_bubble(stages: int, micro_batches: int) -> float:
 def expert_sent_bytes(
     layers: int, rows_to_others: int, rows_from_others: int, width: int, *, value_bytes: int = FP32_BYTES
 ) -> int:
-    """Return the bytes of tokens sent to experts and of results sent back: 2 · L · (out + in) · width values.
+    """Return the bytes for sending tokens to experts and results back: 2 · L · (out + in) · width values.
 
     The factor of 2 is for forward and backward. `rows_to_others` (out) and `rows_from_others` (in) are the numbers of
     tokens that leave and reach this rank in one layer. With a balanced router, (e−1)/e of a rank's tokens leave it, and
@@ -96,7 +96,7 @@ class PipelineWork(NamedTuple):
 
 
 def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) -> list[list[PipelineWork]]:
-    """Return when each stage does its work, as early as it can; `orders` lists each stage's work, such as "F0" or "B3".
+    """Return the earliest possible schedule for each stage; `orders` lists each stage's work, such as "F0" or "B3".
 
     A forward waits for the previous stage, and a backward for the next one. A forward takes 1 unit of time, a backward
     takes `backward`, and sending takes none. Raises ValueError for orders that deadlock.
@@ -123,7 +123,7 @@ def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) ->
 
 
 def idle_share(spans: Sequence[Sequence[PipelineWork]]) -> float:
-    """Return the share of the time from the first forward to the last backward in which the stages are idle."""
+    """Return the fraction of time that the stages are idle between the first forward and the last backward."""
     end = max(work.end for stage in spans for work in stage)
     busy = sum(work.end - work.start for stage in spans for work in stage)
     return 1 - busy / (end * len(spans))

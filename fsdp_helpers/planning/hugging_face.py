@@ -47,7 +47,7 @@ def read_config(path: str | Path) -> tuple[str, LlamaShape]:
 
 
 def planned_shape(config: Config) -> tuple[str, LlamaShape]:
-    """Return the name of the model's family, and its shape. Raises ValueError for an unknown family."""
+    """Return the model's family name and shape. Raises ValueError for an unknown family."""
     kind = config["model_type"]
     if kind in RELATIVES:
         return RELATIVES[kind][0], shape_from_config(config)
@@ -61,7 +61,7 @@ def planned_shape(config: Config) -> tuple[str, LlamaShape]:
 
 
 def _llama_like(config: Config, *, head_size: int | None = None, kv_heads: int | None = None, **more) -> LlamaShape:
-    """Return the shape from Llama's keys; `head_size` and `kv_heads` are defaults; `more` has the family's fields."""
+    """Return the shape from Llama's keys, with default `head_size` and `kv_heads`; `more` has fields of the family."""
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     require_sizes(config, sizes)
     width, num_heads = config["hidden_size"], config["num_attention_heads"]
@@ -143,7 +143,7 @@ def _mixtral(config: Config) -> LlamaShape:
 
 
 def _dense_blocks(config: Config) -> frozenset[int]:
-    """Return the numbers of Qwen's blocks that have an ordinary MLP instead of experts."""
+    """Return the indices of the Qwen blocks that have an ordinary MLP instead of experts."""
     step, only = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     depth = config.get("num_hidden_layers") or 0
     return frozenset(block for block in range(depth) if block in only or (block + 1) % step)

@@ -23,7 +23,7 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "pure-bf16": 2, "autocast": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to plan: its parameters, and the work on a batch in one process, which doesn't depend on the strategy."""
+    """A model to plan: its parameters, and the work for a batch in one process, whatever the strategy."""
 
     name: str
     item: str  # the items that a batch is counted in: "image", "token" or "sample"
@@ -44,7 +44,7 @@ class Subject:
     refused: Callable[[str], str | None] = lambda precision: None
 
     def check(self, batch: int, precision: str, activation_checkpointing: str, loss_chunks: int = 1) -> None:
-        """Raise ValueError for a batch, a precision or another setting that this model doesn't support."""
+        """Raise ValueError if this model doesn't support the batch, the precision or another setting."""
         if loss_chunks > 1 and not self.chunks_loss:
             raise ValueError(
                 f"--loss-chunks is only for language models that are planned from their shape; leave it out for {self.name}"
@@ -60,11 +60,11 @@ class Subject:
             raise ValueError(reason)
 
     def backward_of(self, batch: int) -> float:
-        """Return backward's operations as a multiple of forward's, without recomputation."""
+        """Return the ratio of backward to forward operations, without recomputation."""
         return self.backward_factor(batch) if callable(self.backward_factor) else self.backward_factor
 
     def unit_flops_of(self, batch: int) -> dict[str, int]:
-        """Return a forward's operations by module, or under the root if we know only the total."""
+        """Return the operations in forward, by module, or all under the root if we know only the total."""
         if self.unit_flops is not None:
             return self.unit_flops(batch)
         return {ROOT: self.forward_flops(batch)}
@@ -87,7 +87,7 @@ def count_values(shapes: Shapes) -> int:
 
 
 def _autocast_copies(layer: Layer) -> Layer:
-    """Return the layer with the bf16 copy of each matrix that autocast keeps from forward to backward."""
+    """Return the layer plus the bf16 copies of its matrices, which autocast keeps from forward to backward."""
     copies = 2 * count_values({name: shape for name, shape in layer.shapes.items() if len(shape) > 1})
     return replace(layer, bytes=replace(layer.bytes, kept_bytes=layer.bytes.kept_bytes + copies))
 
@@ -165,9 +165,9 @@ def vit_head_bytes(shape: ViTShape, images: int, value_bytes: int) -> HeadBytes:
 
 
 def vit_unit_flops(shape: ViTShape, images: int) -> dict[str, int]:
-    """Return a forward's operations by module: 2 per weight and token, plus 4 s h per token for attention.
+    """Return the operations in forward, by module: 2 per weight and token, plus 4 s h per token for attention.
 
-    Here s is the number of tokens in an image, and h their width.
+    Here s is the number of tokens in an image, and h is the token width.
     """
     tokens = images * shape.num_tokens
     weights = count_values({n: s for n, s in vit_block_shapes(shape).items() if len(s) == 2})
@@ -186,7 +186,7 @@ def norm_shapes(name: str, width: int) -> Shapes:
 
 
 def linear_shapes(layers: Shapes) -> Shapes:
-    """Return the shapes of each layer's weight and bias, from its weight's shape."""
+    """Return each layer's weight and bias shapes, given its weight shape."""
     both = [((f"{name}.weight", shape), (f"{name}.bias", shape[:1])) for name, shape in layers.items()]
     return dict(pair for pairs in both for pair in pairs)
 
@@ -195,7 +195,7 @@ def linear_shapes(layers: Shapes) -> Shapes:
 
 
 def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subject:
-    """Describe a Llama or a relative, whose batches are counted in tokens, in sequences of `shape.context`.
+    """Describe a Llama-like model, whose batches are counted in tokens, in sequences of length `shape.context`.
 
     The embedding and the head are separate units, unless they're tied; then they belong to the root. With
     `lora_rank`, only two small matrices for each matrix in a block are trained (Hu et al. 2021, arXiv:2106.09685).
@@ -274,7 +274,7 @@ def _block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int, l
 
 
 def llama_block_shapes(shape: LlamaShape, block: int = 0) -> Shapes:
-    """Return one block's parameter shapes, by name; if only some blocks have experts, it depends on the block."""
+    """Return one block's parameter shapes, by name; if only some blocks have experts, shapes depend on the block."""
     hidden = _experts_shapes(shape.width, shape.experts) if shape.is_routed(block) else _mlp_shapes(shape)
     return _attention_shapes(shape) | hidden | _norm_shapes(shape)
 
@@ -324,9 +324,9 @@ def _mlp_shapes(shape: LlamaShape) -> Shapes:
 
 
 def _experts_shapes(width: int, experts: Experts) -> Shapes:
-    """Return the experts' shapes: for each kind of matrix, one parameter with all experts' rows, sharded by rows.
+    """Return the expert shapes: one parameter per kind of matrix, with the rows of all experts, sharded by row.
 
-    By default, torch shards along the dimension of the experts. With more ranks than experts, it needs a
+    By default, torch shards along the expert dimension. With more ranks than experts, it needs a
     `shard_placement_fn` to shard by rows.
     """
     rows, hidden, shared = experts.number * experts.width, experts.width, experts.shared_width
@@ -360,7 +360,7 @@ def llama_root_shapes(shape: LlamaShape) -> Shapes:
 def llama_head_bytes(
     shape: LlamaShape, tokens: int, value_bytes: int, *, loss_chunks: int = 1, is_frozen: bool = False
 ) -> HeadBytes:
-    """Return the head's bytes: the last norm keeps its input and output, and the loss its log-probabilities, in fp32.
+    """Return the head's bytes: the last norm keeps its input and output, and the loss keeps fp32 log-probabilities.
 
     While backward goes through the loss, the gradients of the log-probabilities and of the logits exist, too, in fp32.
     When backward enters the head, only the gradient of the logits is left, in the head's precision. With chunks, no
@@ -398,7 +398,7 @@ def llama_head_bytes(
 
 
 def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict[str, int]:
-    """Return a forward's operations by module: 2 per token for each weight that it uses, plus attention."""
+    """Return the operations in forward, by module: 2 per token for each weight that the token uses, plus attention."""
     attention = llama_attention_flops(shape, tokens)
     kinds = [shape.is_routed(number) for number in range(shape.depth)]
     weights = {kind: _used_weights(shape, kinds.index(kind), lora_rank) for kind in set(kinds)}
@@ -409,7 +409,7 @@ def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict
 
 
 def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
-    """Return the operations of attention in a forward, by block: 4 s q per token.
+    """Return the attention operations in forward, by block: 4 s q per token.
 
     s is the number of tokens that attention sees, and q the total width of the query heads. Queries times keys take
     2 s q, and so do probabilities times values. A kernel that skips masked tokens does about half as many operations.
@@ -425,7 +425,7 @@ def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
 
 
 def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
-    """Return the number of matrix elements in a block that a token is multiplied by."""
+    """Return how many matrix elements in a block each token is multiplied by."""
     shapes = llama_block_shapes(shape, block)
     shapes |= adapter_shapes(shapes, lora_rank) if lora_rank else {}
     weights = count_values({n: s for n, s in shapes.items() if len(s) == 2 and "bias" not in n})
@@ -433,19 +433,19 @@ def _used_weights(shape: LlamaShape, block: int, lora_rank: int = 0) -> int:
 
 
 def _idle_in_a_block(width: int, experts: Experts) -> int:
-    """Return the number of weights in the experts of a block that a token doesn't use."""
+    """Return the number of expert weights in a block that a token doesn't use."""
     return 3 * (experts.number - experts.chosen) * experts.width * width
 
 
 def _idle_params(shape: LlamaShape) -> int:
-    """Return the number of parameters that a token doesn't use: those of experts it isn't sent to, in all blocks."""
+    """Return the number of parameters, in all blocks, that belong to experts a token isn't sent to."""
     experts, num_routed = shape.experts, sum(shape.is_routed(block) for block in range(shape.depth))
     biases = (experts.number - experts.chosen) * (2 * experts.width + shape.width) if experts.biases else 0
     return num_routed * (_idle_in_a_block(shape.width, experts) + biases)
 
 
 def _backward_of_adapters(shape: LlamaShape, tokens: int, lora_rank: int) -> float:
-    """Return backward's operations as a multiple of forward's: 2 for adapters and attention, 1 for frozen weights."""
+    """Return the ratio of backward to forward operations: 2 for adapters and attention, 1 for frozen weights."""
     forward = sum(llama_unit_flops(shape, tokens, lora_rank).values())
     plain = sum(llama_unit_flops(shape, tokens).values())
     return 1 + (forward - plain + sum(llama_attention_flops(shape, tokens).values())) / forward

@@ -29,7 +29,7 @@ class Network:
     sums_twice: bool = False  # gloo's reduce-scatter is an all-reduce, after which each rank keeps only its shard
 
     def seconds(self, op: str, full_bytes: float, num_ranks: int, *, stride: int = 1) -> float:
-        """Return the seconds that `op` takes across `num_ranks` ranks whose numbers are `stride` apart.
+        """Return how many seconds `op` takes across `num_ranks` ranks whose numbers are `stride` apart.
 
         `full_bytes` is the size of the full tensor, as in `collective_sent_bytes`.
         """

@@ -37,7 +37,7 @@ class Optimizer:
         return sum(count * size for _, count, size in self.state_terms(values, value_bytes))
 
     def in_flight_values(self, all_values: int, largest_values: int) -> int:
-        """Return the number of values in flight in a step; the largest of the tensors has `largest_values`."""
+        """Return the number of values in flight during a step; the largest tensor has `largest_values` values."""
         return {"none": 0, "all": all_values, "largest": 2 * largest_values}[self.in_flight]
 
 

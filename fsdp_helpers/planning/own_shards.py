@@ -27,7 +27,7 @@ def own_state(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> StateBytes:
-    """Return the state that `rank` holds: full parameters or shards, plus gradients and moments of the trained ones.
+    """Return the state that `rank` holds: full or sharded parameters, plus gradients and moments of the trained ones.
 
     `precision` defaults to `config.precision`, which has fewer choices than the planner.
     """
@@ -51,9 +51,9 @@ def own_values(
     value_bytes: int = FP32_BYTES,
     counted: Collection[str] | None = None,
 ) -> int:
-    """Return how many values of the `counted` parameters (default: all) `rank` holds if `shards` ranks share a copy.
+    """Return how many values `rank` holds of the `counted` parameters (default: all) if `shards` ranks share a copy.
 
-    `value_bytes` is the size of a value in the precision of the computation.
+    `value_bytes` is the size of a value in the compute precision.
     """
     counted = profile.shapes if counted is None else counted
     if not config.is_sharded or shards == 1:
@@ -88,9 +88,9 @@ def values_between(
     *,
     value_bytes: int = FP32_BYTES,
 ) -> int:
-    """Return how many values of these parameters are between two positions in FSDP1's flat tensor.
+    """Return the number of parameter values between two positions in FSDP1's flat tensor.
 
-    `value_bytes` is the size of a value in the precision of the computation, in which parameters are aligned.
+    `value_bytes` is the size of a value in the compute precision, in which parameters are aligned.
     """
     found = at = 0
     for shape, counts in zip(shapes, counted or [True] * len(shapes), strict=True):

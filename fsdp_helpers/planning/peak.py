@@ -31,7 +31,7 @@ WHEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One rank's step: its peak with the peak's terms, its collectives and its tasks."""
+    """One rank's step: its peak (with the terms that add up to it), its collectives and its tasks."""
 
     peak: Peak
     collectives: tuple[CollectiveCount, ...]
@@ -61,14 +61,14 @@ def walk_step(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> Step:
-    """Walk through a steady step of `config` on the rank with the largest shards, and return it.
+    """Walk through a steady step of `config` on the rank with the largest shards, and return the step.
 
     `profile` describes a step on one micro-batch. `units` names the FSDP units below the root; if it's empty, the model
     is one unit. With `backend` "gloo", a running collective needs a copy of its full tensor; with "fake" or "nccl", it
     doesn't. gloo and the fake group run on a CPU, which also makes copies that a GPU doesn't need. `replicas` is the
     number of groups under "hybrid", each with a full copy of the state; the default is two. With `has_host`, offloaded
     state is in the host's memory instead of the device's; a rank on the CPU has no separate host. `optimizer` is one
-    of `planning.optimizers.OPTIMIZERS`. `precision`, one of `planning.precisions.PRECISIONS`, defaults to that of
+    of `planning.optimizers.OPTIMIZERS`. `precision`, one of `planning.precisions.PRECISIONS`, defaults to the one in
     `config`. Raises ValueError for a unit that isn't a module of the model.
     """
     ledger, sizes, chosen = Ledger(), PRECISIONS[precision or config.precision], named_optimizer(optimizer)

@@ -1,4 +1,4 @@
-"""Make a plan: a model's memory on each device, the time of a step, and whether the model fits. No torch import.
+"""Make a plan: how much memory a model takes per device, whether it fits, and how long a step takes. No torch import.
 
 1 GB is 10^9 bytes. We calculate the bytes that PyTorch allocates for tensors, and set aside an allowance for everything
 else.
@@ -190,7 +190,7 @@ class Plan:
 
     @property
     def step_s(self) -> tuple[float, float] | None:
-        """Return the shortest and longest step, in seconds; None if kernel launches dominate or no rate is known."""
+        """Return the shortest and longest step times in seconds; None if launches dominate or no rate is known."""
         return (self.time.shortest_s, self.time.longest_s) if self.time and not self.time.launches_decide else None
 
     @property
@@ -219,7 +219,7 @@ class Plan:
         return self.cluster.device is None or precision in named_device(self.cluster.device).peak_flops
 
     def by_category(self) -> dict[str, int]:
-        """Return the bytes at the peak for each of the names in CATEGORIES."""
+        """Return the bytes at the peak for each category in CATEGORIES."""
         sizes = self.peak.by_kind()
         return {words: sizes[kind] for kind, words in CATEGORIES.items()}
 
@@ -346,7 +346,7 @@ def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepP
 
 
 def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> dict[str, float]:
-    """Return a forward's operations by module, weighted so that each takes as long as one in a matrix product."""
+    """Return the operations in forward, by module, weighted so that each takes as long as one in a matrix product."""
     found: dict[str, float] = dict(subject.unit_flops_of(settings.batch))
     if cluster.is_typical:
         for unit, flops in subject.attention_flops(settings.batch).items():
@@ -357,7 +357,7 @@ def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> di
 
 
 def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
-    """Return the seconds of an update, which is memory-bound: it reads all state, and writes all but the gradients."""
+    """Return the time in seconds for a memory-bound update, which reads all state and writes all but the gradients."""
     value_bytes = PRECISIONS[settings.precision].kept
     state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
     moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes

@@ -1,4 +1,4 @@
-"""The bytes of a value in each precision. No torch import."""
+"""Bytes per value in each precision. No torch import."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ValueBytes:
-    """Bytes per value when it's stored and updated, when it's unsharded to compute, and when it's reduced."""
+    """Bytes per value when stored and updated, when unsharded for computation, and when reduced."""
 
     kept: int
     gathered: int

@@ -12,10 +12,10 @@ ROOT = ""  # the full model's name among its modules
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """An event in a step, and the bytes of activations from then until the next event.
+    """An event in a step, and the activation bytes from then until the next event.
 
     Activations here are everything except parameters, finished gradients and optimizer state: the tensors that forward
-    keeps for backward, and operations' temporaries.
+    keeps for backward, and the temporaries that operations allocate.
     """
 
     # enter_forward, leave_forward, enter_backward, leave_backward, or gradient (a gradient is finished). A recomputed
@@ -28,7 +28,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """A model's parameters, by name, and the events of one forward and backward in one process."""
+    """A model's parameters by name, and the events in one forward and backward in one process."""
 
     shapes: dict[str, tuple[int, ...]]
     moments: tuple[Moment, ...]

@@ -23,7 +23,7 @@ LAUNCH_BOUND_S = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """How long a step takes, and why: seconds of arithmetic, communication and the optimizer."""
+    """How long a step takes, and why: the seconds for arithmetic, for communication and for the optimizer."""
 
     arithmetic_s: float
     communication_s: float  # how long the links are busy
@@ -110,7 +110,7 @@ class _Seconds:
 
 
 def flops_by_unit(unit_flops: Mapping[str, float], units: set[str]) -> Counter[str]:
-    """Return each unit's operations, counting a module's in the innermost unit that contains it, or in the root."""
+    """Return the operations per unit; each module counts toward the innermost unit that contains it, or the root."""
     found = Counter(dict.fromkeys(units, 0))
     for module, flops in unit_flops.items():
         around = [unit for unit in units if unit != ROOT and f"{module}.".startswith(f"{unit}.")]

@@ -15,7 +15,7 @@ AT_START, AT_END = "start", "end"  # when a collective is issued: at the start o
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One of a rank's tasks in a step: arithmetic, or a collective."""
+    """A task that a rank has in a step: arithmetic or a collective."""
 
     queue: str
     what: str  # "forward", "backward", or the name of a collective
@@ -27,7 +27,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A task on the timeline: its queue, its unit, its start and its end."""
+    """A task on the timeline: its queue, unit, start and end."""
 
     queue: str
     what: str  # "all_gather", "reduce_scatter", "all_reduce", "forward" or "backward"

@@ -42,7 +42,7 @@ def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: 
 
 
 def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, float]:
-    """Return the shortest and longest step, in seconds: with all communication hidden behind arithmetic, and with none.
+    """Return the shortest step time (all communication hidden behind arithmetic) and the longest (none), in seconds.
 
     The longest also assumes rates lower than yours by TYPICAL_RANGE, the spread of published runs.
 
@@ -52,17 +52,17 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
     backward has computed the last of its gradients, and forward and the optimizer never overlap with communication.
     Headers add to the bytes: with TCP over Ethernet, they're 66 of the 1,514 bytes in a packet, not counting
     acknowledgments and retransmissions. ShallowNet under DDP hides nothing, since most of its bytes belong to one
-    layer: its steps took 1.00 to 1.25 times the sum of the two (`notebooks/reference/bandwidth.json`). Source: S. Li et
+    layer: its steps took 1.00 to 1.25 times that sum (`notebooks/reference/bandwidth.json`). Source: S. Li et
     al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
     """
     return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)
 
 
 def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the number of values in a unit whose parameters have these shapes, padded so that all shards are equal.
+    """Return the number of values in a unit with these parameter shapes, including the padding that makes shards equal.
 
     FSDP1 packs the parameters into one flat tensor, each at an aligned offset, and pads the end. The alignment depends
-    on `value_bytes`, the size of a value in the precision of the computation. FSDP2 pads the rows of each parameter.
+    on `value_bytes`, the size of a value in the compute precision. FSDP2 pads the rows of each parameter.
 
     Source: torch 2.15, `_get_aligned_numel` in `torch/distributed/fsdp/_flat_param.py`.
     """

@@ -1,4 +1,4 @@
-"""Calculate the memory that transformer blocks, and stacks of them, take in a step. No torch import.
+"""Calculate the memory that transformer blocks and stacks of blocks take in a step. No torch import.
 
 Vision transformers and Llama-like models have no dropout. Their attention is fused: it doesn't store its scores, and
 keeps one logarithm per token and head. Norms and attention keep their statistics in fp32. The method comes from
@@ -62,7 +62,7 @@ def transformer_block_bytes(
 
 
 def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
-    """Return the most bytes in flight in an `nn.TransformerEncoderLayer`'s backward, when it enters the hidden layer.
+    """Return the most bytes in flight in backward of an `nn.TransformerEncoderLayer`, when it enters the hidden layer.
 
     Values per token, where h is the width: the incoming gradient, h; the same gradient after the last mask, h, while
     that mask, h, is freed; and the hidden layer's gradient, 4 h. The gradient of the second weight adds 4 h x h values.
@@ -77,7 +77,7 @@ def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, 
 
     - attention: the norm's input, h, and output, h; q, k and v, 3 h; attention's output, which the projection keeps, h
     - hidden layer: the norm's input, h, and output, h; GELU's input, m, and output, m
-    - in fp32: two norms' means and standard deviations, 4; attention's logarithms, a
+    - in fp32: the means and standard deviations of the two norms, 4; the attention logarithms, a
 
     Backward has its peak at one of two moments. At the hidden layer, it has the gradients of the block's output, h, of
     GELU's output, m, and of the second weight (m x h values in all). At the end, at q, k and v, it has all weights'
@@ -111,7 +111,7 @@ def llama_block_bytes(
     - attention: the norm's input, h, and output, h; queries, q; keys and values, k each; attention's output, q
     - hidden layer: the norm's input, h, and output, h; the gate before and after SiLU, the other half, and their
       product, m each
-    - in fp32: two norms' statistics, 2; attention's logarithms, a
+    - in fp32: the statistics of the two norms, 2; the attention logarithms, a
 
     Backward has its peak at one of two moments. At SiLU, it has the gradients of the block's output, h, of the two
     halves, 2 m, and of the last weight (m x h values in all). At the end, at the queries, it has all weights'
@@ -130,7 +130,7 @@ def llama_block_bytes(
 
 
 def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes: int) -> BlockBytes:
-    """Return the bytes of a block of a Llama or a relative: `llama_block_bytes`, plus this model's special features.
+    """Return the bytes of a block in a Llama-like model: `llama_block_bytes`, plus the model's special features.
 
     If there's no gate, the block is counted as in `vit_block_bytes`. Further values per token:
 
@@ -188,7 +188,7 @@ class HeadBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A block: its parameters' shapes by name, in forward's order, and its bytes in a step."""
+    """A block: its parameter shapes by name, in forward order, and its bytes in a step."""
 
     shapes: dict[str, tuple[int, ...]]
     bytes: BlockBytes
@@ -203,7 +203,7 @@ def stack_profile(
     head: HeadBytes | None = None,
     **others,
 ) -> StepProfile:
-    """Return the profile of a step of a model whose `blocks` are all the same; see `layers_profile`."""
+    """Return the step profile of a model whose `blocks` are all the same; see `layers_profile`."""
     layer = Layer(shapes=block_shapes, bytes=block)
     return layers_profile(dict.fromkeys(blocks, layer), root_shapes, activation_checkpointing, head, **others)
 
@@ -218,7 +218,7 @@ def layers_profile(
     tied: dict[str, str] | None = None,
     frozen: Collection[str] = (),
 ) -> StepProfile:
-    """Return the profile of a step of a model that consists of blocks, on one rank's images or tokens.
+    """Return the step profile of a model that consists of blocks, for one rank's images or tokens.
 
     Backward goes from the last block to the first. At each block, it holds the bytes that earlier blocks keep, and all
     of this block's, recomputed if necessary. Gradients are finished one after another; a wide block with few tokens has
@@ -249,7 +249,7 @@ def layers_profile(
 
 
 def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> Iterator[Moment]:
-    """Yield the events of the head's forward, the loss's forward and backward, and the head's backward."""
+    """Yield the events in the head's forward, the loss's forward and backward, and the head's backward."""
     at_the_end = blocks_bytes + head.kept_bytes
     entering = at_the_end if head.entering_bytes is None else blocks_bytes + head.entering_bytes
     yield from _forward_of(name, at_the_end, at_the_end + head.forward_bytes)
@@ -263,7 +263,7 @@ def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> It
 
 
 def _forward_of(name: str | None, kept_bytes: int, highest_bytes: int = 0) -> Iterator[Moment]:
-    """Yield the events of an outer unit's forward, if there is an outer unit."""
+    """Yield the events in an outer unit's forward, if there is an outer unit."""
     if name:
         yield _moment("enter_forward", name, kept_bytes, highest_bytes)
         yield _moment("leave_forward", name, kept_bytes)

@@ -52,7 +52,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
     It's the norm of the full gradient, the same on every rank: squares are summed over a rank's shards, then across
     ranks. Clipping each shard by its own norm would change the gradient's direction. FSDP1's `clip_grad_norm_` and the
-    one in `torch.nn.utils` do the same in fp32. On a CPU, fp32's error grows with the model: it's 1e-5 of the
+    one in `torch.nn.utils` do the same in fp32. On a CPU, the fp32 error grows with the model: it's 1e-5 of the
     norm for a million values, 1e-2 for a hundred million. So the squares are summed in fp64 here. For a parameter that
     FSDP2 ignores, this rank's gradient is used, so average that gradient across ranks first.
     """
@@ -77,7 +77,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def ranks_that_share(model: nn.Module, parameter: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
-    """Return the groups of ranks that `parameter` is sharded over, one per sharded mesh dimension, and the device.
+    """Return the rank groups that `parameter` is sharded over (one per sharded mesh dimension), and the device.
 
     If there are no groups, each rank has the full parameter.
     """

@@ -24,7 +24,7 @@ def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) ->
     """Wrap the named modules in place: kind "units" recomputes everything, "selective" all except matrix products.
 
     If modules are nested, only the outermost is wrapped, since it recomputes everything inside. A state dict has the
-    same names as the plain model's. Raises ValueError if there's nothing to wrap.
+    same names as in the plain model. Raises ValueError if there's nothing to wrap.
     """
     if not names:
         raise ValueError(f"no module of {type(model).__name__} is large enough to checkpoint; lower min_num_params")

@@ -54,7 +54,7 @@ def apply_ddp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Give every rank a shard of the model, which is one unit, unsharded for forward and backward."""
+    """Give every rank a shard of the model; the full model is one unit, unsharded for forward and backward."""
     return shard_with_api(model, device, config, policy=None)
 
 
@@ -64,7 +64,7 @@ def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainCo
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Shard as auto-wrap does, but keep shards, their gradients and optimizer state in host memory while not in use."""
+    """Shard like auto-wrap, but keep shards, their gradients and optimizer state in host memory when not in use."""
     return shard_with_api(
         model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True
     )
@@ -170,7 +170,7 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 def wait_for_buckets(model: nn.Module) -> None:
     """Make DDP's ranks wait for each bucket if a timeout is set on CUDA; other strategies wait anyway.
 
-    By itself, DDP makes only later kernels wait. If a rank were missing, the others would then hang the next time they
+    Otherwise, DDP makes only later kernels wait. If a rank were missing, the others would then hang the next time they
     synchronize with the GPU.
     """
     if isinstance(model, DistributedDataParallel) and nccl_raises_on_timeout():

@@ -49,7 +49,7 @@ def holders_of_ties(model: nn.Module) -> set[nn.Module]:
 
 
 def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
-    """Return the names of the modules below the root that `policy` makes units, inner modules before outer ones.
+    """Return the names of the modules below the root that `policy` turns into units, inner modules first.
 
     FSDP1 makes this choice itself (`auto_wrap_policy`); FSDP2 leaves it to you. Raises ValueError if a `CustomPolicy`
     returns settings for a unit.
@@ -64,7 +64,7 @@ def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:
 
 
 def choose_below(name: str, module: nn.Module, policy: Policy, names: list[str]) -> int:
-    """Append to `names` the units in `module`, including itself; return how many parameters they have.
+    """Append to `names` the units in `module`, including `module` itself; return the number of their parameters.
 
     The policy is called twice: to decide whether to look at the children, and then, given the number of parameters
     left over, whether `module` is a unit.

@@ -1,1 +1,1 @@
-"""Walk through a step event by event, for each way of training."""
+"""Walk through a step event by event, under FSDP1, under FSDP2, or unsharded."""

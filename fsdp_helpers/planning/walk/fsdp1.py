@@ -19,7 +19,7 @@ FLAT, JOINED, THIS_USE, OTHER_USES = "flat", "joined", "of this use", "of the ot
 
 
 class FlatParameters:
-    """A rank whose units each have one flat tensor, with parameters that are views of it.
+    """A rank whose units each have one flat tensor; the parameters are views of this tensor.
 
     On a single rank (or with `sharding` "none"), the flat tensor isn't sharded: it's always there, and unsharding only
     casts it, if the precision requires that.
@@ -68,7 +68,7 @@ class FlatParameters:
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
-        """Unshard the unit, unless it already is, and prefetch the next one; only the first use does this."""
+        """Unshard the unit if it's still sharded, and prefetch the next one; only the unit's first use does this."""
         self._backward_runs = True
         unit = self.units[name]
         if name in self._in_backward:

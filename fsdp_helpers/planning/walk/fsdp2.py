@@ -13,7 +13,7 @@ SENT = "shard to be gathered"
 
 
 class FullyShard:
-    """A rank with parameters sharded by rows: unsharded ones are copied out of one buffer, gradients into another."""
+    """A rank with row-sharded parameters; full parameters are copied out of one buffer, and gradients into another."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
         # An empty unit does nothing, but an empty root still computes
@@ -36,7 +36,7 @@ class FullyShard:
         self._frees_after_backward = is_last or self._reshards_after_backward
 
     def enter_forward(self, name: str) -> None:
-        """Unshard, and keep the buffer until the next unit's is filled. A recomputed unit may already be unsharded."""
+        """Unshard, and keep the buffer until the next buffer is filled. A recomputed unit may already be unsharded."""
         unit = self.units[name]
         if self._backward_runs and name not in self._in_backward and self._recomputed is None:
             self._recomputed = name
@@ -73,7 +73,7 @@ class FullyShard:
             self._shards.free_gathered(unit)
 
     def enter_backward(self, name: str) -> None:
-        """Unshard the unit, unless it already is, and fill the next one's buffer."""
+        """Unshard the unit if it's still sharded, and fill the next unit's buffer."""
         self._backward_runs = True
         if name in self._in_backward:
             return
@@ -139,7 +139,7 @@ class FullyShard:
         self._shards.all_reduce(unit, values)
 
     def _fill_buffer(self, unit: Unit) -> None:
-        """All-gather into the unit's buffer. If a shard has to be cast first, the cast copy stays until that's done."""
+        """All-gather into the unit's buffer. If a shard has to be cast first, keep its cast copy until that's done."""
         # A single rank copies straight from its parameters
         if self._ranks == 1 or self._shards.has_buffer(GATHER, unit):
             return

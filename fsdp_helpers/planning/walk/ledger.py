@@ -47,7 +47,7 @@ class Peak:
         return sum(term.bytes for term in self.terms)
 
     def by_kind(self) -> dict[str, int]:
-        """Return the bytes at the peak for each of KINDS."""
+        """Return the bytes at the peak for each kind in KINDS."""
         return {kind: sum(term.bytes for term in self.terms if term.kind == kind) for kind in KINDS}
 
     def rows(self) -> list[tuple[str, str, int]]:
@@ -123,7 +123,7 @@ class Ledger:
         return Peak(when=self._peak_when, terms=tuple(sorted(terms, key=lambda term: KINDS.index(term.kind))))
 
     def compute(self, phase: str, unit: str, share: float = 1.0) -> None:
-        """Add a task: a unit's arithmetic in a phase, "forward" or "backward", or a share of it."""
+        """Add a task: a unit's arithmetic in the "forward" or "backward" phase, or a `share` of that arithmetic."""
         self.tasks.append(Task(queue=ARITHMETIC, what=phase, unit=unit, amount=share))
 
     def communicate(

@@ -185,7 +185,7 @@ class Shards:
         self._ledger.free(unit.name, "buffers", f"{use}, {unit.label}")
 
     def reduced_values(self, unit: Unit) -> int:
-        """Return the number of values that a unit reduces: FSDP1's flat tensor, or the padded rows with a gradient."""
+        """Return how many values a unit reduces: its flat tensor (FSDP1), or its padded rows with gradients (FSDP2)."""
         if self._api == "fsdp1":
             return unit.padded
         return padded_params("fsdp2", [self._shapes[name] for name in self.waiting(unit)], self.ranks)
@@ -194,7 +194,7 @@ class Shards:
         """Lay out gradients for the reduction as FSDP2 does, with `_chunk_cat`, which makes extra copies on a CPU.
 
         Gradients whose rows don't split evenly across the ranks are all copied at once, to pad them. Gradients whose
-        precision differs from the reduction's are laid out one after another, each through another copy. The GPU kernel
+        precision isn't the reduction precision are laid out one by one, each through another copy. The GPU kernel
         needs neither.
         """
         if self._backend == GPU_BACKEND:
@@ -207,7 +207,7 @@ class Shards:
         self.free_buffer(LAID_OUT, unit)
 
     def _rows_filled_up(self, unit: Unit) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield two shapes for each parameter that has a gradient: its own, and that shape padded to equal shards."""
+        """Yield two shapes for each parameter that has a gradient: the original, and one padded to equal shards."""
         for name in self.waiting(unit):
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
@@ -222,14 +222,14 @@ class Shards:
         self._communicate("reduce_scatter", unit, values, self.sizes.reduced)
 
     def _communicate(self, op: str, unit: Unit, values: int, value_bytes: int) -> None:
-        """Add a collective and, while it runs, gloo's copy of its output or of the values to reduce (NCCL has none)."""
+        """Add a collective. While it runs, hold gloo's copy of its output or of the values to reduce; NCCL has none."""
         self._ledger.communicate(op, value_bytes * values, self.ranks, unit.name, late=op != "all_gather")
         if self._backend == "gloo":
             self.take_buffer(COPY_OF_GLOO, unit, values, value_bytes)
             self.free_buffer(COPY_OF_GLOO, unit)
 
     def all_reduce(self, unit: Unit, values: int) -> None:
-        """Sum a gradient's shard across the copies of the state, if there are several.
+        """Sum a gradient shard across all copies of the state, if there are several.
 
         If every rank has its own copy, FSDP1's flat gradient is padded so that it splits evenly across all ranks.
         """
@@ -273,7 +273,7 @@ class Shards:
     def take_shard(self, unit: Unit, values: int) -> None:
         """Hold a shard of the reduced gradient; if there's one already, add the new shard to it, then free the new one.
 
-        The reduction returns the shard in its own precision; it's then cast to that of the parameters.
+        The reduction returns the shard in its own precision; the shard is then cast to the parameters' precision.
         """
         name = "new shard" if self.has_shard(unit) else "shards"
         size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}

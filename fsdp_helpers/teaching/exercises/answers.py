@@ -114,7 +114,7 @@ def expect_whole(given: Any) -> None:
 
 
 def call(function: Callable | None, *arguments: object, **named: object) -> Any:
-    """Return the result of the reader's function; raise NotYet if the call fails or the function or result is `...` or None."""
+    """Return the reader's result; raise NotYet if `function` fails, or if `function` or its result is `...` or None."""
     given = call_or_none(function, *arguments, **named)
     expect_answered(given)
     return given

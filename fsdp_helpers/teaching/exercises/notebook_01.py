@@ -28,7 +28,7 @@ def check_parameter_count(answer: int | None) -> str:
 
 @exercise("01")
 def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
-    """Notebook 01: check how many fp32 parameters fit in a memory budget along with their gradients and Adam moments."""
+    """Notebook 01: check how many fp32 parameters fit in a memory budget with their gradients and Adam moments."""
     for budget_bytes in (0, 15, 16, 31, *(DRAW.randint(32, 80 * 10**9) for _ in range(FRESH_CASES))):
         answer = call(largest_model, budget_bytes)
         expect_whole(answer)
@@ -40,7 +40,7 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
 
 @exercise("01")
 def check_largest_batch(record: RunRecord | None) -> str:
-    """Notebook 01: check the largest power-of-two batch size that keeps ShallowNet's peak below 60 MB in one process."""
+    """Notebook 01: check the largest power-of-two batch that keeps ShallowNet's peak below 60 MB in one process."""
     verdict = judge_run(record, LARGEST_BATCH)
     batch_size = record.config.global_batch_size
     expect(batch_size & (batch_size - 1) == 0, f"{batch_size} is below the limit, but not a power of two")

@@ -46,7 +46,7 @@ def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] 
 
 @exercise("02")
 def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 02: check that `average_gradients(model, bucket_bytes)` gives DDP's losses with one all-reduce per bucket."""
+    """Notebook 02: check that `average_gradients(...)` gives DDP's losses with one all-reduce per bucket."""
     read_module(module, "average_gradients")
     for world_size in ranks:
         answer = run_on_ranks(average_by_reader, module, world_size)[0]

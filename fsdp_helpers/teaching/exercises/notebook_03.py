@@ -1,4 +1,4 @@
-"""Exercises for notebook 03: lower a run's peak, and write a unit."""
+"""Exercises for notebook 03: lower the peak of a run, and write a unit."""
 
 import tracemalloc
 from dataclasses import dataclass, replace
@@ -149,8 +149,8 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
 def bytes_outside_of_torch(snapshot: tracemalloc.Snapshot, module: str) -> int:
     """Return the total size in bytes of all NumPy arrays and of the Python objects created by the module's code.
 
-    Tensor storage isn't included, because `trace_memory` already counts it. Small objects aren't included either, such as the
-    Python objects that wrap tensors.
+    Tensor storage isn't included, because `trace_memory` already counts it. Small objects, such as the Python objects
+    that wrap tensors, aren't included either.
     """
     arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
     own_lines = tracemalloc.Filter(inclusive=True, filename_pattern=f"*{module}.py")

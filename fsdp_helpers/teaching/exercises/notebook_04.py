@@ -61,7 +61,7 @@ CUT_COLLECTIVES = 14
 
 @exercise("04")
 def check_threshold(record: RunRecord | None) -> str:
-    """Notebook 04: check that DeepNet's units on two ranks stay within limits on the peak and on collectives per step."""
+    """Notebook 04: check that DeepNet's units on two ranks meet limits on the peak and on collectives per step."""
     return judge_run(record, THRESHOLD)
 
 
@@ -187,7 +187,7 @@ class TrainedHooks:
 
 @exercise("04")
 def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 04: check that after `hook_block(block, whole, gather)`, `whole` takes memory only while `block` computes."""
+    """Notebook 04: check that the hooks from `hook_block(...)` fill `whole` only while `block` computes."""
     read_module(module, "hook_block")
     for found, says, _ in results_of(train_readers_hooks, module, ranks):
         _expect_hooks(found, says)
@@ -276,7 +276,7 @@ class ShardedBlock:
 
 
 class Onlooker:
-    """A recorder for the full-parameter bytes in the blocks and the largest number of blocks unsharded at once."""
+    """A record of the full-parameter bytes in the blocks and the largest number of blocks unsharded at once."""
 
     def __init__(self, blocks: list[ShardedBlock]) -> None:
         self.blocks = blocks
@@ -288,7 +288,7 @@ class Onlooker:
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: ShardedBlock, when: str) -> None:
-        """Count the unsharded blocks while `block` computes; raise RuntimeError if `block` is resharded, which would crash."""
+        """Count the unsharded blocks while `block` computes; raise RuntimeError if `block` itself is resharded."""
         if block.whole_bytes == 0:
             is_first = block is self.blocks[0] and when == "backward"
             because = "; this block's inputs need no gradient, so don't wait for one" if is_first else ""

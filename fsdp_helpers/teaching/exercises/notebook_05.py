@@ -83,7 +83,7 @@ def _links() -> Iterator[tuple[int, int, int, float, float]]:
 
 @exercise("05")
 def check_plan(module: str = "my_plan") -> str:
-    """Notebook 05: check that `blocks_to_offload(...)` returns the fewest blocks to offload, or None if no number fits."""
+    """Notebook 05: check that `blocks_to_offload(...)` returns the smallest number that fits, or None if none does."""
     plan = read_module(module, "blocks_to_offload")
     for case in _plan_cases():
         given = _plan_of_reader(plan, case)
@@ -133,7 +133,7 @@ def _fits(offloaded: int, **case: int) -> bool:
 
 
 def _device_needs(offloaded: int, *, num_blocks: int, block_params: int, world_size: int, **memory: int) -> float:
-    """Return the device bytes for resident blocks, the active block's full parameters and gradients, and activations."""
+    """Return the device bytes of resident blocks, the active block's full parameters and gradients, and activations."""
     staying = 16 * block_params * (num_blocks - offloaded) / world_size
     return staying + 8 * block_params + memory["activation_bytes"]
 

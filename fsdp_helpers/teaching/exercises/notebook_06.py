@@ -50,7 +50,7 @@ BACKGROUND_S = 0.4  # how long a save in the background gets
 
 @exercise("06")
 def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:
-    """Notebook 06: check the size in bytes of an fp32 checkpoint with Adam state, for any strategy and number of ranks."""
+    """Notebook 06: check the bytes in an fp32 checkpoint with Adam state, for any strategy and number of ranks."""
     for num_params in (1_199_882, 7 * 10**9, *(DRAW.randint(1, 10**10) for _ in range(FRESH_CASES))):
         given = call(checkpoint_bytes, num_params)
         expect_number(given)
@@ -213,7 +213,7 @@ def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """Make the save after KILLED_AFTER `taken` steps write only some of its data and exit, within the block.
+    """Within the block, make the save after KILLED_AFTER `taken` steps write only some of its data, then exit.
 
     DCP writes only rank 0's file; `torch.save` writes half of its file.
     """

@@ -1,4 +1,4 @@
-"""Exercises for notebook 07: stay below a peak, accumulate gradients over micro-batches, and compute the gradient norm."""
+"""Exercises for notebook 07: stay below a peak, accumulate gradients over micro-batches, and compute the norm."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,14 +121,14 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def as_number(given: Any) -> float | str:
-    """Return a number or a plain one-value tensor as a float; for anything else, even a DTensor, return its type name."""
+    """Return a number or a plain one-value tensor as a float; return the type name of anything else, even a DTensor."""
     is_number = isinstance(given, int | float | Tensor) and not isinstance(given, DTensor)
     return float(given) if is_number else type(given).__name__
 
 
 @contextmanager
 def note_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
-    """Yield a list that records each pass of `model` within the block as ("forward" or "backward", number of images)."""
+    """Yield a list that records passes of `model` within the block as ("forward" or "backward", number of images)."""
     passes = []
 
     def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:

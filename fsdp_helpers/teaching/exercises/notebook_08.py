@@ -1,4 +1,4 @@
-"""Exercises for notebook 08: count a transformer's parameters, find the fewest ranks that it fits on, and load it sharded."""
+"""Exercises for notebook 08: count a transformer's parameters, find the fewest ranks that fit, and load it sharded."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -74,7 +74,7 @@ def _fresh_shape() -> ViTShape:
 
 @exercise("08")
 def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | None) -> str:
-    """Notebook 08: check the fewest ranks that can initialize a model layer by layer from meta, or None if it never fits.
+    """Notebook 08: check the fewest ranks that can initialize a model layer by layer from meta, or None if none can.
 
     `layers` lists the number of parameters in each layer; a layer is one tensor. A device holds `device_bytes`.
     Shards aren't rounded up.
@@ -111,7 +111,7 @@ def _starts() -> list[tuple[list[int], int]]:
 
 
 def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
-    """Return True if all shards, the unsharded largest layer and a copy of its shard fit, in exact integer arithmetic."""
+    """Return True if all shards, the unsharded largest layer and a copy of its shard fit, using exact integers."""
     return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
 
 
@@ -188,8 +188,8 @@ def _expect_short_file_refused(module: str, world_size: int) -> None:
 class PretrainedTransformer(nn.Module):
     """The transformer to start: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
 
-    It turns numbers into token IDs and predicts one token: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that isn't in
-    any state dict; `fill_buffers` computes it.
+    It turns numbers into token IDs and predicts one token: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that
+    isn't in any state dict; `fill_buffers` computes it.
     """
 
     def __init__(self) -> None:

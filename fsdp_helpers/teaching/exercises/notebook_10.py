@@ -79,7 +79,7 @@ PATH=${PATH#*:} exec python3 "$@"
 
 @dataclass(frozen=True)
 class Done:
-    """One run of the script, as the stand-ins saw it."""
+    """A run of the script as recorded by the stand-ins."""
 
     torchruns: list["Torchrun"]
     calls: str
@@ -271,7 +271,7 @@ def read_directives(text: str) -> dict[str, str]:
 
 
 def seconds_of(limit: str) -> int:
-    """Return a Slurm time limit in seconds: minutes, minutes:seconds, hours:minutes:seconds or days-hours:minutes:seconds."""
+    """Return the seconds in a time limit given in any Slurm format, such as days-hours:minutes:seconds."""
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:

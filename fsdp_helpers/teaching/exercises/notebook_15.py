@@ -123,7 +123,7 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
 
 @exercise("15")
 def check_labels(module: str = "my_labels") -> str:
-    """Notebook 15: check that `split(tokens, rank, world_size)` gives inputs, labels and positions for a rank's two pieces."""
+    """Notebook 15: check that `split(tokens, rank, world_size)` returns a rank's inputs, labels and positions."""
     split = read_module(module, "split")
     for world_size, pieces in [(2, 1), (3, 2), *((DRAW.randint(2, 6), DRAW.randint(1, 5)) for _ in range(FRESH_CASES))]:
         sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd, so a rank's part is never square

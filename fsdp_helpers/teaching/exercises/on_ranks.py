@@ -19,7 +19,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
-    """Run the module's file and return its object `name`; raise NotYet if the file or object is missing or the file fails.
+    """Run the module's file and return its object `name`; raise NotYet if the file is missing, fails or lacks `name`.
 
     Unless `with_package` is set, also refuse a module that imports this package, which contains many of the answers.
     """
@@ -86,7 +86,7 @@ CARDS = {  # in notebook 11, keyed by a regular expression that matches the erro
 def results_of(
     worker: Callable, module: str, ranks: tuple[int, ...], *arguments: object
 ) -> Iterator[tuple[Any, str, int]]:
-    """Run `worker` on each number of ranks; yield each result, a phrase saying where it's from, and the number of ranks."""
+    """Run `worker` on each number of ranks; yield each result, a description of its source, and the number of ranks."""
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(worker, module, world_size, *arguments)):
             yield found, f"on {world_size} ranks, rank {rank}: ", world_size

@@ -1,1 +1,1 @@
-"""Failures to study: each has a broken and a fixed version, as rank functions of a few lines."""
+"""Failures to study, each with a broken and a fixed version as short rank functions."""

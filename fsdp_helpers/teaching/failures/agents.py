@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts the ranks of a machine: its arguments, signals, rendezvous and shutdown."""
+"""torchrun's agent, which starts the ranks on a machine: its arguments, signals, rendezvous and shutdown."""
 
 import os
 import signal
@@ -70,7 +70,7 @@ for step in range({num_steps}):
 
 @contextmanager
 def torchrun(script: str, *flags: str) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """Start a script with nohup under torchrun; once it has begun, yield torchrun and its working folder."""
+    """Start a script under torchrun with nohup; once the script is running, yield torchrun and its working folder."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(script)
@@ -84,7 +84,7 @@ def torchrun(script: str, *flags: str) -> Iterator[tuple[subprocess.Popen, Path]
 
 
 def last_step_after_a_hangup(*flags: str) -> Numbers:
-    """Send torchrun the signal that a closing terminal sends, and return its script's last step."""
+    """Send torchrun the signal that a closing terminal sends, and return the last step that its script reached."""
     with torchrun(STEPS.format(num_steps=5), *flags) as (agent, folder):
         agent.send_signal(signal.SIGHUP)
         if agent.wait():
@@ -135,7 +135,7 @@ def no_rank() -> Numbers:
 
 
 def meet_under(run_id: str, store: dist.Store) -> RendezvousHandler:
-    """Return a node's rendezvous under an id, as torchrun creates it from `--rdzv-id`."""
+    """Return a node's rendezvous handler for a run ID, as torchrun creates it from `--rdzv-id`."""
     settings = {"join_timeout": 3, "last_call_timeout": 1}
     return create_handler(
         store,
@@ -168,7 +168,7 @@ def one_node() -> Numbers:
 
 
 def build_extension(folder: Path) -> None:
-    """Build an extension under a lock file, as `torch.utils.cpp_extension.load` does."""
+    """Build an extension while holding a lock file, as `torch.utils.cpp_extension.load` does."""
     baton = FileBaton(folder / "lock")
     if not baton.try_acquire():
         baton.wait()

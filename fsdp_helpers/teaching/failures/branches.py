@@ -1,4 +1,4 @@
-"""Models that take different paths on different ranks, or when recomputed in backward; a step that fails halfway."""
+"""Models that take different paths across ranks or when recomputed in backward, and a step that fails halfway."""
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ def one_head_alone() -> Numbers:
 
 
 class EverySecondTime(nn.Module):
-    """A layer with a branch that depends on how many times it's been called."""
+    """A layer with a branch that depends on how many times the layer has been called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def first_branch_alone() -> Numbers:
 
 
 class OutOfMemory(torch.autograd.Function):
-    """An identity that fails in backward, as an allocation might."""
+    """An identity function that fails in backward, as a memory allocation might."""
 
     @staticmethod
     def forward(ctx: object, hidden: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def two_steps() -> Numbers:
 
 
 class TwoBlocks(nn.Module):
-    """A model that calls the blocks in its list one by one, never the list."""
+    """A model that calls the blocks in its list one by one, but never calls the list itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ ERROR = r"^([\w.]*Error|\S+: error): .*?(?=\n\n|\nTraceback|\nE\d{4} |\Z)"  # do
 
 
 def answer_of(command: list[str], **variables: str) -> Numbers:
-    """Run a program and return the number that it prints; raise a RuntimeError with its error if it prints nothing."""
+    """Run a program and return the number it prints; if it prints nothing, raise RuntimeError with its error output."""
     environment = os.environ | variables
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if not done.stdout:
@@ -143,7 +143,7 @@ main()
 
 
 def lines_of_traceback(script: str) -> Numbers:
-    """Run a script under torchrun, and return how many times torchrun's report mentions a line of it."""
+    """Run a script under torchrun, and return how many times torchrun's report mentions a line of the script."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(script)

@@ -1,4 +1,4 @@
-"""One entry of the gallery: what breaks, what it looks like, why, and the fix. Doesn't import torch."""
+"""An entry in the gallery: what breaks, how it looks, why it happens, and how to fix it. Doesn't import torch."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ ON_CPU = "a run on the CPU"  # the source of a message that tests/teaching/failu
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the index: what you see, and the source of a message that the card's own run doesn't show."""
+    """One row in the index: what you see, and the source if it's a message that the card's own run doesn't show."""
 
     kind: str
     text: str
@@ -32,11 +32,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A failure. Its name begins with the symptom and is its anchor on the page.
+    """A failure, whose name begins with the symptom and is also the anchor on the page.
 
     `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers in one process,
-    without ranks. All three are None for a failure that isn't run here; it has a `source` instead. A broken run ends in
-    an error that matches `says`, or gives wrong numbers. A fixed run gives the right ones, up to a relative `tolerance`.
+    without ranks. All three are None for a failure that has a `source` and isn't run here. A broken run ends in an
+    error that matches `says`, or gives wrong numbers. A fixed run's numbers are right within a relative `tolerance`.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Failure:
         return self.broken is not None
 
     def rows(self) -> Iterator[Row]:
-        """Yield the failure's rows of the index: those seen in its runs, then quoted messages."""
+        """Yield the failure's index rows: first the symptoms seen in its runs, then the quoted messages."""
         for kind, texts in ((MESSAGE, self.messages), (NUMBER, self.numbers), (BEHAVIOR, self.behavior)):
             yield from (Row(kind, text) for text in texts)
         for source, texts in self.quotes.items():
@@ -80,12 +80,12 @@ class Failure:
 
 
 def link_to(name: str) -> str:
-    """Return a Markdown link to a failure's card in 11, for the other notebooks in the same folder."""
+    """Return a Markdown link to a failure's card in notebook 11, for use in other notebooks in the same folder."""
     return f"[{name}]({CHAPTER}#{name})"
 
 
 def same_numbers(found: Numbers, right: Numbers, tolerance: float) -> bool:
-    """Return whether both have the same names, and the same numbers up to `tolerance`; nan differs from everything."""
+    """Return whether the names are the same and the numbers agree within `tolerance`; nan differs from everything."""
     return found.keys() == right.keys() and all(
         math.isclose(found[name], right[name], rel_tol=tolerance, abs_tol=tolerance) for name in right
     )

@@ -1,4 +1,4 @@
-"""Checkpoints that don't load: in another form, in another place, or from another version of PyTorch."""
+"""Checkpoints that don't load because they have a different format, location, or PyTorch version."""
 
 import argparse
 import tempfile

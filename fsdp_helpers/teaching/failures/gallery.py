@@ -1,4 +1,4 @@
-"""All failures by name, and the code that runs one, broken or fixed, and judges its outcome."""
+"""All failures by name, and the code that runs the broken or fixed version of a failure and judges the outcome."""
 
 import os
 import re
@@ -83,7 +83,7 @@ def find(name: str) -> Failure:
 
 
 def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: float | None = None) -> Seen:
-    """Run one rank function on two CPU ranks, and return the outcome."""
+    """Run a rank function on two CPU ranks, and return the outcome."""
     limits = {"timeout_s": LIMIT_S, "stall_s": stall_s, "group_timeout_s": group_timeout_s}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"rank-{rank}") for rank in range(NUM_RANKS)]
@@ -98,15 +98,15 @@ def run(worker: RankFunction, group_timeout_s: float | None = None, stall_s: flo
 
 
 def without_frames(text: str) -> str:
-    """Return an error message without colors, temporary folders, and the stack frames that `dcp`'s errors quote."""
+    """Return an error message without colors, temporary folders, or the stack frames that `dcp` errors quote."""
     text = TEMPORARY.sub("FOLDER", re.sub(r"\x1b\[\d*m", "", text))
     return re.sub(r'^ +File ".*\n(?: {4}.*\n?)*', "", text, flags=re.MULTILINE)
 
 
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
-    """Run `worker`, and write its standard error, even from C++, to this rank's path. This, too, is a rank function.
+    """Run `worker` as a rank function, and write its standard error, including C++ output, to this rank's path.
 
-    Its temporary files are next to that path, so that they're removed even if the rank is killed.
+    Temporary files go next to that path, so that they're removed even if the rank is killed.
     """
     tempfile.tempdir = str(paths[rank].parent)
     with open(paths[rank], "wb") as file:
@@ -129,7 +129,7 @@ def run_fixed(failure: Failure) -> Seen:
 
 
 def shows_symptom(failure: Failure, seen: Seen) -> bool:
-    """Return True if a broken run shows its entry's symptom: the error, or wrong numbers."""
+    """Return True if a broken run shows the failure's symptom: the expected error or wrong numbers."""
     if failure.says:
         return re.search(failure.says, f"{seen.error}\n{seen.last_words}") is not None
     right = failure.right()
@@ -137,7 +137,7 @@ def shows_symptom(failure: Failure, seen: Seen) -> bool:
 
 
 def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
-    """Return whether a broken run ends as expected: with its symptom or, before PyTorch had the problem, without it."""
+    """Return whether a broken run ends as expected: with the symptom, unless PyTorch is too old for the problem."""
     return shows_symptom(failure, seen) == (not failure.not_in or torch_release() > failure.not_in)
 
 
@@ -168,6 +168,6 @@ def trace_broken(name: str) -> list[list[Collective]]:
 
 
 def run_logged(rank: int, world_size: int, name: str, paths: Sequence[Path]) -> Numbers:
-    """Run a failure's broken function, and log this rank's collectives to its path. This is a rank function, too."""
+    """Run a failure's broken function as a rank function, and log this rank's collectives to the rank's path."""
     with log_collectives(paths[rank]):
         return GALLERY[name].broken(rank, world_size)

@@ -1,4 +1,4 @@
-"""Groups, meshes and models that don't fit together on all ranks, or are set up twice."""
+"""Groups, meshes and models that don't match across ranks or are set up twice."""
 
 import torch
 import torch.distributed as dist
@@ -143,7 +143,7 @@ def outputs_alone() -> Numbers:
 
 
 def half_parallel() -> nn.Module:
-    """Return a model whose first layer is tensor-parallel, so that its parameters are on a mesh with two dimensions."""
+    """Return a model whose first layer is tensor-parallel, so that its parameters are on a two-dimensional mesh."""
     mesh, model = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), small_model()
     parallelize_module(model[0], mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp"])

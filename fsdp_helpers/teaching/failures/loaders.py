@@ -1,4 +1,4 @@
-"""Data loaders: their worker processes fail, hang, or take memory, files and time."""
+"""Data loaders whose worker processes fail, hang, or use too much memory, too many files or too much time."""
 
 import os
 import resource
@@ -68,7 +68,7 @@ LOCK = threading.Lock()  # such as those of tokenizers, OpenCV and loggers
 
 @contextmanager
 def lock_held() -> Iterator[None]:
-    """Hold the lock in another thread."""
+    """Hold the lock in another thread until the block ends."""
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -85,7 +85,7 @@ def lock_held() -> Iterator[None]:
 
 
 class Locked(Dataset):
-    """Samples that are made under the lock."""
+    """A dataset whose samples are created while holding the lock."""
 
     def __len__(self) -> int:
         return 4
@@ -118,7 +118,7 @@ MORE_FILES = 30  # than are open already
 
 @contextmanager
 def few_files() -> Iterator[None]:
-    """Allow a few more open files, as `ulimit -n` does, and restore the limit at the end."""
+    """Allow only a few more open files, as `ulimit -n` does, and restore the limit when the block ends."""
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + MORE_FILES, most))
     try:
@@ -154,13 +154,13 @@ NUM_NAMES = 100_000
 
 
 def private_bytes() -> int:
-    """Return how many bytes this process has written to, which it no longer shares with its parent."""
+    """Return how many bytes this process no longer shares with its parent because it has written to them."""
     with open("/proc/self/smaps_rollup") as rollup:
         return 1024 * sum(int(line.split()[1]) for line in rollup if line.startswith("Private_Dirty"))
 
 
 class Names(Dataset):
-    """File names. The only sample is how much the worker's memory grows while it reads all of them."""
+    """A dataset of file names; its only sample is how much a worker's memory grows while reading all the names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -198,7 +198,7 @@ def no_copy() -> Numbers:
 
 
 class Workers(Dataset):
-    """Samples that hold the ID of the process that made them."""
+    """A dataset whose samples hold the ID of the process that created them."""
 
     def __len__(self) -> int:
         return 4

@@ -62,7 +62,7 @@ def one_copy() -> Numbers:
 
 
 def compiled_weights() -> dict[str, Tensor]:
-    """Return the weights of a compiled model, with the names that its own `state_dict` gives them."""
+    """Return the weights of a compiled model under the names from the model's own `state_dict`."""
     return {f"_orig_mod.{name}": tensor for name, tensor in small_model(seed=3).state_dict().items()}
 
 

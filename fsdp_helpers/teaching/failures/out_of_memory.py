@@ -22,7 +22,7 @@ WHOLE_BYTES = 2 * LAYER_BYTES + FP32_BYTES * (2 * WIDTH + 2)
 
 
 def largest_gather(model: nn.Module) -> Numbers:
-    """Return the size of a step's largest all-gather, which is the most that a rank unshards at once."""
+    """Return the bytes in the largest all-gather of a step, which is the most that a rank unshards at once."""
     with trace_collectives() as events:
         model(images()).sum().backward()
     return {"largest gather, bytes": max(event.bytes for event in events if event.op == "all_gather")}
@@ -154,7 +154,7 @@ def recompute_activations(rank: int, world_size: int) -> Numbers:
 
 
 def inputs_of_blocks() -> Numbers:
-    """Return the bytes of the inputs of three blocks and of the loss; the first block's input is the batch."""
+    """Return the total bytes of three blocks' inputs and the loss; the first block's input is the batch."""
     return {"bytes that wait for backward": 3 * images(64).nbytes + FP32_BYTES}
 
 

@@ -81,7 +81,7 @@ def steady(line: str) -> str:
 
 
 def errors_of(lines: list[str]) -> Iterator[str]:
-    """Yield the last line of each traceback, with the next lines if the message is long, and error lines from C++."""
+    """Yield the last line of each traceback, any lines that continue a long message, and error lines from C++."""
     for number, line in enumerate(lines):
         if not ERROR.search(line):
             continue
@@ -94,7 +94,7 @@ def errors_of(lines: list[str]) -> Iterator[str]:
 
 
 def report_of(lines: list[str]) -> list[str]:
-    """Return torchrun's own report, from its ChildFailedError to the end of its table."""
+    """Return torchrun's own report, from ChildFailedError to the end of the table."""
     begin = next((number for number, line in enumerate(lines) if "errors.ChildFailedError" in line), len(lines))
     return [line for line in lines[begin:] if line.strip() and not set(line) <= set("=-")]
 

@@ -1,4 +1,4 @@
-"""Number formats: weights without fp32 masters, a loss that overflows, a unit with two formats."""
+"""Number formats: weights without fp32 masters, a loss that overflows, and a unit with two formats."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""It trains, but wrongly: a recipe for one process, followed by every rank."""
+"""It trains, but wrongly: every rank follows a recipe for a single process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ NUM_IMAGES, BATCH_SIZE = 32, 8  # of the recipe
 
 
 def train_for_an_epoch(model: nn.Module, batches: Iterator[Tensor]) -> Numbers:
-    """Train on the batches, and return their number and the model's loss on all images afterward."""
+    """Train on the batches, and return the number of steps and the final loss on all images."""
     optimizer, num_steps = torch.optim.SGD(model.parameters(), lr=0.1), 0
     for batch in batches:
         model(batch).square().mean().backward()
@@ -89,7 +89,7 @@ def half_the_rate() -> Numbers:
 
 
 def different_masks() -> Numbers:
-    """Return the number of different dropout masks on the ranks."""
+    """Return the number of different dropout masks across the ranks."""
     mask = nn.functional.dropout(torch.ones(64))
     masks = [torch.empty(64) for _ in range(dist.get_world_size())]
     dist.all_gather(masks, mask)

@@ -27,7 +27,7 @@ from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units,
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Create a temporary folder that all ranks share; the last rank to leave it removes it, even if a load failed."""
+    """Yield a temporary folder shared by all ranks; the last rank to leave removes it, even after a failed load."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     has_left = [Path(found[0], f".left-{rank}") for rank in range(dist.get_world_size())]

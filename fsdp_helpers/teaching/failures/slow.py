@@ -207,7 +207,7 @@ def half_of_the_tokens() -> Numbers:
 
 
 def count_copied_gradients(model: nn.Module) -> Numbers:
-    """Return how many warnings about strides DDP issues in one backward: one for each gradient that it copies."""
+    """Return how many stride warnings DDP issues in one backward: one for each gradient that it copies."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(gray_images()).square().mean().backward()
@@ -215,13 +215,13 @@ def count_copied_gradients(model: nn.Module) -> Numbers:
 
 
 def gray_images() -> Tensor:
-    """Return images with one channel, in the format that stores channels last."""
+    """Return single-channel images in the channels-last memory format."""
     return images(16).reshape(2, 1, 8, 8).to(memory_format=torch.channels_last)
 
 
 @contextmanager
 def every_warning() -> Iterator[None]:
-    """Show each warning from C++ each time, instead of once."""
+    """Show every warning from C++ each time it occurs within the block, not just the first time."""
     torch.set_warn_always(True)
     try:
         yield

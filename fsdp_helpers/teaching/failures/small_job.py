@@ -43,5 +43,5 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """Return the norm of the full gradient, whether it's sharded or not; the same number on every rank."""
+    """Return the norm of the full gradient, sharded or not; the norm is the same on every rank."""
     return float(whole(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])))

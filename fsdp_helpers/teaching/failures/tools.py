@@ -1,4 +1,4 @@
-"""Rank functions that show where the ranks are, each with a different tool."""
+"""Rank functions that each use a different tool to show where the ranks are."""
 
 import faulthandler
 import json
@@ -33,14 +33,14 @@ def part_ways(rank: int, world_size: int, group: dist.ProcessGroup | None = None
 
 
 def write_stacks(rank: int, world_size: int, folder: str) -> None:
-    """Hang, while Python writes the stack of each thread of this rank every second."""
+    """Hang while Python writes the stacks of this rank's threads every second."""
     with open(Path(folder, f"rank-{rank}.txt"), "w") as file:
         faulthandler.dump_traceback_later(1.0, repeat=True, file=file)
         part_ways(rank, world_size)
 
 
 def dump_with_py_spy(rank: int, world_size: int) -> str:
-    """Wait on rank 0; on rank 1, which arrives later, return py-spy's dump of rank 0."""
+    """Make rank 0 wait for rank 1, which returns py-spy's dump of rank 0."""
     pids = gather_over_ranks(os.getpid())
     dump = ""
     while rank == 1 and "all_reduce" not in dump:  # rank 0 is on its way there
@@ -50,7 +50,7 @@ def dump_with_py_spy(rank: int, world_size: int) -> str:
 
 
 def dump_process(pid: int) -> str:
-    """Return py-spy's dump of a process; raise a RuntimeError with py-spy's own message if it fails."""
+    """Return py-spy's dump of a process; raise a RuntimeError with py-spy's own message if py-spy fails."""
     done = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"py-spy can't read process {pid}: {' '.join(done.stderr.split())}")
@@ -58,10 +58,10 @@ def dump_process(pid: int) -> str:
 
 
 def read_debug_server(rank: int, world_size: int) -> str:
-    """Wait on rank 0; on rank 1, which arrives later, return the debug server's page of all ranks' stacks.
+    """Make rank 0 wait for rank 1, which returns the debug server's page with the stacks of all ranks.
 
-    The server's parts find each other through a store. torchrun has one; under `launch`, rank 0 creates it. The server
-    listens on all interfaces, which PyTorch doesn't let us change, and it answers anyone, so we stop it right away.
+    The server's processes find each other through a store: torchrun has one, and under `launch`, rank 0 creates one.
+    PyTorch makes the server listen on all interfaces, where it answers anyone, so we stop it right away.
     """
     from torch.distributed import debug  # needs tabulate, which PyTorch doesn't install
 
@@ -80,7 +80,7 @@ def read_debug_server(rank: int, world_size: int) -> str:
 
 
 def read_until(address: str, word: str) -> str:
-    """Return the page at `address` once it contains `word`; until then, the server or a rank isn't ready yet."""
+    """Return the page at `address` once it contains `word`, which shows that the server and the ranks are ready."""
     page = ""
     while word not in page:
         time.sleep(POLL_S)
@@ -96,7 +96,7 @@ def check_each_collective(rank: int, world_size: int) -> None:
 
 
 def read_flight_recorder(rank: int, world_size: int) -> tuple[str, list]:
-    """Call different collectives, time out after two seconds, and return the last recorded name and input sizes."""
+    """Call different collectives, time out after two seconds, and return the last record's name and input sizes."""
     impatient = dist.new_group()
     set_timeout(timedelta(seconds=2), impatient)
     with suppress(RuntimeError):
@@ -107,7 +107,7 @@ def read_flight_recorder(rank: int, world_size: int) -> tuple[str, list]:
 
 
 def count_gathers_of_a_forward(rank: int, world_size: int) -> tuple[int, int]:
-    """Return how many all-gathers PyTorch counts in one forward, with only the root sharded and with a unit per layer."""
+    """Return PyTorch's all-gather counts for one forward: with only the root sharded, and with a unit per layer."""
     return gathers(fully_shard(small_model(), mesh=cpu_mesh())), gathers(in_units(small_model()))
 
 

@@ -23,14 +23,14 @@ def norm_alone() -> Numbers:
 
 
 class Output:
-    """Outputs in an object of a class that PyTorch doesn't know."""
+    """A container for outputs whose class PyTorch doesn't know."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
 
 
 class WithOutput(nn.Module):
-    """A model that returns its outputs in an object."""
+    """A model that returns its outputs in an `Output` object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def two_layers() -> Numbers:
 
 
 def adapted() -> nn.Sequential:
-    """Return a frozen model with one trained layer."""
+    """Return a frozen model with one trainable layer."""
     model = small_model().requires_grad_(False)
     model[2].requires_grad_(True)
     return model

@@ -1,4 +1,4 @@
-"""It trains, but wrongly: gradients and weights that differ from those of one process."""
+"""It trains, but wrongly: the gradients and weights don't match a single-process run."""
 
 import torch
 import torch.distributed as dist

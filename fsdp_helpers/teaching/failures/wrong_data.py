@@ -1,4 +1,4 @@
-"""It trains, but wrongly: images, statistics and metrics that differ from those of one process."""
+"""It trains, but wrongly: the images, statistics and metrics don't match a single-process run."""
 
 from collections.abc import Sequence
 
@@ -140,7 +140,7 @@ def statistics(layer: nn.BatchNorm1d) -> Numbers:
 
 
 def statistics_alone() -> Numbers:
-    """Return the averaged statistics of the two halves of the images, computed in one process."""
+    """Return statistics averaged over the two halves of the images, computed in one process."""
     halves = [statistics(trained_batchnorm(half, 2)) for half in range(2)]
     return {name: sum(half[name] for half in halves) / 2 for name in halves[0]}
 

@@ -1,4 +1,4 @@
-"""One traced step as an animation: shards above, memory and collectives below, on one time axis.
+"""An animation of one traced step: shards above, memory and collectives below, on one time axis.
 
 Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters face each other across the network. A
 tensor's area shows its size in bytes. The picture is for two ranks.
@@ -49,7 +49,7 @@ HATCH_PATTERN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A part's position at one moment, and whether it's visible; between two keys it moves at a steady pace."""
+    """A part's position at one moment, and whether it's visible; between two keys, it moves at a constant speed."""
 
     time_s: float
     y: float = 0.0
@@ -59,7 +59,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """An SVG element, drawn at the origin of its motion, and its keyframes; a part that never changes has one."""
+    """An SVG element drawn at the origin of its motion, and its keyframes; a part that never changes has just one."""
 
     shape: str
     keys: tuple[Key, ...] = (Key(time_s=0.0),)
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A unit's place from left to right, with its halves: the shards of rank 0 and of rank 1."""
+    """A unit's horizontal position, with its two halves: rank 0's shard and rank 1's shard."""
 
     left: float
     width: float
@@ -119,12 +119,12 @@ class Picture:
 
 
 def frame(step: UnitTrace, time_s: float) -> Picture:
-    """Return the step at one moment, in seconds from its start."""
+    """Return a picture of the step at one moment, given in seconds from its start."""
     return _picture(step, "".join(_still(part, time_s) for part in _moving(step)), STYLE)
 
 
 def animated(step: UnitTrace) -> Picture:
-    """Return the step in motion; its still image shows the reduce-scatter of a unit in the middle."""
+    """Return an animation of the step; its still image shows a middle unit's reduce-scatter."""
     moving = list(_moving(step))
     rules = "".join(_rule(number, part.keys, step.length_s) for number, part in enumerate(moving) if len(part.keys) > 1)
     motion = f"@media (prefers-reduced-motion:no-preference){{{RUNS}{rules}}}"
@@ -133,13 +133,13 @@ def animated(step: UnitTrace) -> Picture:
 
 
 def still_s(step: UnitTrace) -> float:
-    """Return the time of the most telling moment: the reduce-scatter of a unit in the middle."""
+    """Return the time of the most telling moment: a middle unit's reduce-scatter."""
     reduce = step.ranks[0].reduces[step.units[len(step.units) // 2].name]
     return (reduce.start_s + 2 * reduce.end_s) / 3
 
 
 def player(step: UnitTrace) -> object:
-    """Return the step with a play button and a slider or, if ipywidgets is missing, as a still."""
+    """Return an animation with a play button and a slider, or a still image if ipywidgets is missing."""
     try:
         import ipywidgets
     except ImportError:
@@ -204,7 +204,7 @@ def _moving(step: UnitTrace) -> Iterator[Part]:
 
 
 def places(step: UnitTrace) -> dict[str, Place]:
-    """Return the place of each unit, as wide as its share of the bytes."""
+    """Return each unit's horizontal position; its width is its share of the bytes."""
     room = RIGHT - LEFT - GAP * (len(step.units) - 1)
     whole = sum(unit.full_bytes for unit in step.units)
     found, left = {}, float(LEFT)
@@ -258,7 +258,7 @@ def _gathered(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUni
 
 
 def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUnits) -> Iterator[Part]:
-    """Yield the boxes of a unit's gradients: full ones tensor by tensor, halves in transit, and the mean's shard."""
+    """Yield a unit's gradient boxes: a full gradient per tensor, the halves in transit, and the shard of the mean."""
     top, their_top = TOPS["gradients"][rank], TOPS["gradients"][OTHER[rank]]
     reduce, theirs = seen.reduces[unit], step.ranks[OTHER[rank]].reduces[unit]
     begins_s = max(reduce.start_s, theirs.start_s)
@@ -279,7 +279,7 @@ def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUn
 
 
 def _made(unit: str, place: Place, seen: RankUnits) -> Iterator[tuple[Place, float]]:
-    """Yield each gradient's place in the unit, and the time it appears; the last in forward is first in backward."""
+    """Yield each gradient's position in the unit and the time it appears; the last in forward is first in backward."""
     made = [one for one in seen.gradients if one.unit == unit]
     whole = sum(one.bytes for one in made)
     group_bytes, end = whole / MANY, 1.0
@@ -324,7 +324,7 @@ def captions(step: UnitTrace) -> list[tuple[str, float, float]]:
 
 
 def _readings(step: UnitTrace) -> Iterator[Part]:
-    """Yield rank 0's allocated bytes over time, as a number and as a dot on the curve, often enough to look smooth."""
+    """Yield rank 0's allocated bytes as a number and as a dot on the curve, often enough for motion to look smooth."""
     curve = step.ranks[0].trace.curve
     for number in range(READINGS):
         start_s, end_s = (step.length_s * (number + more) / READINGS for more in (0, 1))
@@ -436,7 +436,7 @@ def _still(part: Part, time_s: float, number: int | None = None) -> str:
 
 
 def _rule(number: int, keys: tuple[Key, ...], length_s: float) -> str:
-    """Return the CSS of one part's motion, with keyframes as shares of the step and the pause after it."""
+    """Return the CSS for one part's motion, with keyframes as fractions of the step plus the pause after it."""
     share = 100 * PLAY_S / (PLAY_S + REST_S) / length_s
     stops = {0.0: keys[0]}
     for key in keys:  # two keys at one time mean a jump; CSS would use the second for both

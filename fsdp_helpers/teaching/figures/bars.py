@@ -1,4 +1,4 @@
-"""Draw bars of bytes into axes from `plots`: a rank's bytes between steps, and at the peak."""
+"""Draw bars on axes from `plots`: a rank's bytes between steps, and its bytes at the peak."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -27,7 +27,7 @@ ROOM = 0.07  # share of the axis: a part narrower than this has no room for its 
 
 
 def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, RankRecord]]:
-    """Return a run's name and a record for each row label: one row per run, or per rank if their numbers differ."""
+    """Return a run's name and a record for each row label: one row per run, or one per rank if numbers differ."""
     rows = {}
     for name, ranks in runs.items():
         if len(ranks) == 1:

@@ -1,6 +1,6 @@
-"""Diagrams of a step's stages, of units, and of a GPU's queues. None of them shows measured numbers.
+"""Diagrams of step stages, units and GPU queues. None of them shows measured numbers.
 
-Each function returns `fig, ax` or `fig, axes`. A rank has what's in the filled boxes, and not what's in
+Each function returns `fig, ax` or `fig, axes`. A rank has what's in the filled boxes, but not what's in
 the empty frames.
 """
 
@@ -122,7 +122,7 @@ def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
 
 
 def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
-    """Draw one rank's step of FSDP2, one row per unit (root first): when it has full parameters and full gradients.
+    """Draw one rank's FSDP2 step, one row per unit (root first): when the rank has full parameters and gradients.
 
     Time runs to the right: forward through the units, then backward through them in reverse. The root stays unsharded
     from its first all-gather to the end of backward, and its gradients stay full from the start of backward, since the

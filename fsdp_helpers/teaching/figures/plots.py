@@ -153,7 +153,7 @@ def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequen
 def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> tuple[Figure, Axes]:
     """Draw peak bytes per parameter against the number of ranks.
 
-    There's one line per name: a strategy, or a variant of one ("ddp, lean"). The name is at the line's end.
+    There's one line per name: a strategy, or a variant of one ("ddp, lean"). The name is at the end of the line.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -210,7 +210,7 @@ def plot_ladder(rungs: Sequence[LeverResult]) -> tuple[Figure, Sequence[Axes]]:
 
 
 def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axes]]:
-    """Plot, for each model, every strategy's held bytes (solid), peak (light) and step time."""
+    """Plot each strategy's held bytes (solid), peak (light) and step time for each model."""
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
         fig, axes = plt.subplots(len(models), 2, figsize=(8, 0.6 + 2.4 * len(models)), layout="constrained")

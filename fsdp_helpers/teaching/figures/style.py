@@ -1,6 +1,6 @@
 """The look of all figures: one color per strategy throughout the series, and one per kind of state.
 
-Color is never the only cue: a label, a hatch, a line's pattern or a fixed order gives the same information.
+Color is never the only cue: a label, a hatch, a line pattern or a fixed order gives the same information.
 """
 
 import sys

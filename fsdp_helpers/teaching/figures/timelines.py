@@ -1,4 +1,4 @@
-"""Draw one step of a run on a timeline, into axes from `plots`."""
+"""Draw one step of a run on a timeline, using axes from `plots`."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def draw_memory_curve(ax: Axes, curve: MemoryCurve) -> None:
 
 
 def draw_notes(ax: Axes, curve: MemoryCurve, notes: Mapping[str, float]) -> None:
-    """Draw texts above the curve, to the right of their lines; later texts are lower, so no line crosses a text."""
+    """Draw notes above the curve, to the right of their lines; later notes are lower, so no line crosses a note."""
     peak_mb = curve.peak_bytes / MB
     for above, (text, time_s) in enumerate(sorted(notes.items(), key=lambda note: note[1], reverse=True)):
         place = max(0, bisect_right(curve.times_s, time_s) - 1)
@@ -93,7 +93,7 @@ def unit_copies(copies: Sequence[OffloadCopy], units: Sequence[str]) -> list[tup
 
 
 def _draw_row(ax: Axes, rank: int, collectives: Sequence[Collective], length_ms: float) -> None:
-    """Draw a bar for each collective; those too narrow for a number are added up in a note at the end of the row."""
+    """Draw a bar for each collective; bars too narrow for a number are summed in a note at the end of the row."""
     narrow = []
     for seen in collectives:
         width_ms = 1e3 * (seen.end_s - seen.start_s)

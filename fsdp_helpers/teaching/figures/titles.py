@@ -1,4 +1,4 @@
-"""Titles for figures: one sentence each, made from the figure's numbers, saying what it shows."""
+"""Figure titles: one sentence each, generated from the figure's numbers, saying what the figure shows."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def _short(value: float) -> str:
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:
-    """State in which phase a step peaks, and how far above its held bytes; return "" if the step has no phases."""
+    """State the phase in which a step peaks and its excess over the held bytes; return "" if the step has no phases."""
     if not curve.phases:
         return ""
     peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]
@@ -51,7 +51,7 @@ def _above_held(curve: MemoryCurve) -> str:
 
 
 def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> str:
-    """State which line is lowest on the most ranks, in bytes per parameter and as a share of the highest line."""
+    """State which line is lowest at the largest number of ranks, in bytes per parameter and relative to the highest."""
     most = max(ranks for by_ranks in peaks.values() for ranks in by_ranks)
     there = {name: by_ranks[most] for name, by_ranks in peaks.items() if most in by_ranks}
     least, greatest = min(there, key=there.__getitem__), max(there, key=there.__getitem__)
@@ -72,7 +72,7 @@ def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
 
 
 def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
-    """State which runs have the lowest peak, with their held and peak bytes as shares of the first run's."""
+    """State which runs have the lowest peak, and compare their held and peak bytes with the first run."""
     (first, base), *others = ranks.items()
     if not others:
         return ""
@@ -83,7 +83,7 @@ def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
 
 
 def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
-    """State the lowest peak, also as a share of the first rung's peak."""
+    """State the lowest peak, in bytes and as a share of the first rung's peak."""
     least = min(rungs, key=lambda rung: rung.peak_bytes)
     if least is rungs[0]:
         return ""
@@ -92,7 +92,7 @@ def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
 
 
 def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
-    """State which strategies of one model have the lowest peak, also as a share of the first strategy's peak."""
+    """State which strategies have a model's lowest peak, and what share that is of the first strategy's peak."""
     least = min(row.peak_bytes for row in rows)
     names = [row.label for row in rows if row.peak_bytes == least]
     share = f", {_percent(least / rows[0].peak_bytes)} of {rows[0].label}'s" if rows[0].label not in names else ""

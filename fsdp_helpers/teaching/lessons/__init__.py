@@ -1,1 +1,1 @@
-"""Rank functions, one idea each: the notebooks show them, then run them."""
+"""Rank functions that each show one idea; the notebooks display them, then run them."""

@@ -1,4 +1,4 @@
-"""A job after the move: how its ranks start, and a check that finds faults before they cost a day. For notebook 14."""
+"""For notebook 14: how ranks start after the move to FSDP2, and a check that finds faults before they cost a day."""
 
 import copy
 import os
@@ -22,7 +22,7 @@ STEPS_DONE = 2
 
 
 def ranks_from_srun() -> dict[str, int | str]:
-    """Return this process's place in the job, if Slurm starts one task per GPU."""
+    """Return this process's ranks, the world size and the first node if Slurm starts one task per GPU."""
     nodes = subprocess.run(
         ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
     )
@@ -35,7 +35,7 @@ def ranks_from_srun() -> dict[str, int | str]:
 
 
 def ranks_from_torchrun() -> dict[str, int | str]:
-    """Return this process's place in the job, if Slurm starts a torchrun per node, which starts a process per GPU."""
+    """Return this process's ranks, the world size and the first node if Slurm starts one torchrun per node."""
     return {
         "rank": int(os.environ["RANK"]),
         "local_rank": int(os.environ["LOCAL_RANK"]),
@@ -222,7 +222,7 @@ SYMPTOMS = [
 
 
 def checklist(found: dict[str, list[str]]) -> list[list[str]]:
-    """Return the checklist's rows: symptom, case, what `look_at` found, what to do, and links to notebook 11."""
+    """Return the checklist rows: symptom, case, `look_at` findings, what to do, and links to notebook 11."""
     return [
         [symptom, case, "; ".join(found[case]) or "nothing", remedy, " ".join(map(link_to, entries))]
         for symptom, case, remedy, entries in SYMPTOMS

@@ -1,4 +1,4 @@
-"""From FSDP1 to FSDP2: the same training with both APIs, and FSDP1's checkpoints read by FSDP2. For notebook 14."""
+"""For notebook 14: the same training run with FSDP1 and FSDP2, and FSDP1 checkpoints loaded with FSDP2."""
 
 import warnings
 from pathlib import Path
@@ -152,13 +152,13 @@ def save_in_one_file(path: str, model: FullyShardedDataParallel, optimizer: Adam
 
 
 def count_twins(path: str) -> tuple[int, int]:
-    """Return how many parameters in a full checkpoint have two equal Adam moments, and how many there are in all."""
+    """Return how many parameters in a full checkpoint have two equal Adam moments, and how many it has."""
     states = torch.load(path, weights_only=True)["optimizer"]["state"].values()
     return sum(torch.equal(state["exp_avg"], state["exp_avg_sq"]) for state in states), len(states)
 
 
 def write_one_file(folder: str) -> str:
-    """Turn the shards into one file, laid out like FSDP1's own, in a single process; return its path."""
+    """Merge the shards in a single process into one file with FSDP1's own layout; return the file's path."""
     path = str(Path(folder) / "from_shards.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it loads without a process group

@@ -14,7 +14,7 @@ from fsdp_helpers.ranks.group import rank_device
 
 
 def add_up_without(rank: int, world_size: int, stopped: int) -> float:
-    """Add up ones across ranks after stopping one of them, as a debugger or a frozen machine would."""
+    """Sum ones across ranks after stopping one rank, as a debugger or a frozen machine would."""
     total = torch.ones(1)
     if rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -23,7 +23,7 @@ def add_up_without(rank: int, world_size: int, stopped: int) -> float:
 
 
 def copies_apart(rank: int, world_size: int) -> dict[str, dict[str, float]]:
-    """Return how much two hybrid copies differ when they start from the same seed, and when each rank has its own."""
+    """Return how much two hybrid copies differ when all ranks use the same seed and when each rank has its own."""
     warnings.filterwarnings("ignore", message="DTensor random operators")  # on CPUs, each rank draws its own values
     return {"one seed": train_copies(0, world_size), "a seed per rank": train_copies(rank, world_size)}
 

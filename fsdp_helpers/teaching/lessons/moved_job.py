@@ -1,6 +1,6 @@
 """Code shared by notebook 14's two jobs (DDP and FSDP2), and a comparison of their checkpoints.
 
-The jobs themselves are cells of the notebook.
+The jobs themselves are cells in the notebook.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(kw_only=True)
 class Record:
-    """The report of a job: a loss and a gradient norm per step, and the averaged weights' loss on held-out images."""
+    """A job's report: the loss and gradient norm in each step, and the held-out loss of the averaged weights."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -149,7 +149,7 @@ def own_bytes(model: nn.Module) -> int:
 
 
 def compare_checkpoints(one: str, other: str) -> dict[str, tuple[int, int, float]]:
-    """Compare two files from `save_ddp`; for each part, return its numbers of tensors and values and its largest difference."""
+    """Compare two files from `save_ddp`; return the tensor count, value count and largest difference for each part."""
     parts = [tensors_by_part(torch.load(path, weights_only=True)) for path in (one, other)]
     compared = {}
     for part, tensors in parts[0].items():
@@ -162,7 +162,7 @@ def compare_checkpoints(one: str, other: str) -> dict[str, tuple[int, int, float
 
 
 def tensors_by_part(checkpoint: dict) -> dict[str, dict[str | int, Tensor]]:
-    """Return the weights, their average and Adam's two moments and step counters, each keyed by name or number."""
+    """Return the weights, averaged weights, two Adam moments and step counters, each keyed by name or number."""
     adam = checkpoint["optimizer"]["state"]
     moments = {key: {number: state[key] for number, state in adam.items()} for key in ("exp_avg", "exp_avg_sq", "step")}
     return {"model": checkpoint["model"], "average": checkpoint["average"], **moments}

@@ -1,4 +1,4 @@
-"""Rank functions about saving and resuming, one idea each: notebook 06 shows them, then runs them."""
+"""Rank functions that each show one idea about saving and resuming; notebook 06 displays them, then runs them."""
 
 import os
 import signal
@@ -132,7 +132,7 @@ def train_and_be_killed(rank: int, world_size: int, config: TrainConfig, step: i
 
 
 def trained_for_a_step(rank: int, world_size: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Train for one step; return the model and the optimizer, which now have a state worth saving."""
+    """Train for one step; return the model and the optimizer, which now have state worth saving."""
     dataset = load_rank_data(config, rank_device())
     model, optimizer, schedule = build_sharded(config, seed=config.seed)
     train_steps(rank, world_size, config, dataset, (model, optimizer, schedule), first_step=0, count=1)
@@ -156,7 +156,7 @@ def optimize_with_schedule(
 def train_steps(
     rank: int, world_size: int, config: TrainConfig, dataset: Dataset, built: Built, first_step: int, count: int
 ) -> list[float]:
-    """Take `count` steps, with a falling learning rate; return each one's mean loss over the global batch."""
+    """Take `count` steps with a falling learning rate; return the mean loss over the global batch for each step."""
     model, optimizer, schedule = built
     losses = []
     batches = config_batches(dataset, config, rank, world_size, epoch=0, first_step=first_step)

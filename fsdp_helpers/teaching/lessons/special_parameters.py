@@ -25,7 +25,7 @@ STEPS = 4
 
 
 def each(rank: int, world_size: int, function: Callable, choices: Sequence[Hashable]) -> dict:
-    """Call a rank function with each of `choices`, one after the other on the same ranks; return results by choice."""
+    """Call a rank function with each of `choices` in turn on the same ranks; return a dict from choice to result."""
     return {choice: function(rank, world_size, choice) for choice in choices}
 
 
@@ -81,7 +81,7 @@ def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, 
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Return a parameter's full values, on every rank."""
+    """Return the full values of a parameter on every rank."""
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
@@ -227,7 +227,7 @@ class TwoLayers(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class BufferRecord:
-    """A batch norm's running statistics after a few steps under a strategy."""
+    """The running statistics of a batch norm layer after a few steps with a strategy."""
 
     num_values: int  # on this rank
     apart: float  # the largest difference between two ranks' means

@@ -63,7 +63,7 @@ def torchrun_command(*arguments: object) -> list[str]:
 
 @contextmanager
 def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
-    """Run commands at the same time; at the end of the block, terminate those still running, then kill the rest."""
+    """Run commands at the same time; when the block ends, terminate any still running, and kill any that don't exit."""
     settings = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
@@ -103,7 +103,7 @@ def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
 
 
 def run_and_look(*torchruns: Sequence[str], rank: int = 1) -> tuple[list[str], dict[str, str]]:
-    """Run torchruns as `run_together` does; return their outputs, and the VARIABLES that `rank` got."""
+    """Run torchrun commands as `run_together` does; return their outputs and the VARIABLES that `rank` saw."""
     with started(*torchruns) as processes:
         given = _wait_for_rank(rank, processes).environ()
         return _finish(processes), {name: given[name] for name in VARIABLES if name in given}
@@ -133,7 +133,7 @@ def lines_with(text: str, *parts: str) -> str:
 
 
 def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
-    """Return the process of a rank that a torchrun started."""
+    """Return the process of `rank`, started by `torchrun`."""
     (found,) = _workers_of(torchrun, rank)
     return found
 
@@ -143,7 +143,7 @@ def _workers_of(torchrun: subprocess.Popen, rank: int) -> list[psutil.Process]:
 
 
 def _wait_for_rank(rank: int, torchruns: Sequence[subprocess.Popen]) -> psutil.Process:
-    """Wait until one of the torchruns has started `rank`. Raises RuntimeError if one ends first or takes too long."""
+    """Return the process of `rank` once it starts. Raises RuntimeError if a torchrun ends first or takes too long."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
         for torchrun in torchruns:
@@ -157,7 +157,7 @@ def _wait_for_rank(rank: int, torchruns: Sequence[subprocess.Popen]) -> psutil.P
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
-    """Kill one rank (-9) as soon as `after` exists; then return all of torchrun's output."""
+    """Kill a rank (-9) as soon as `after` exists, then return all of torchrun's output."""
     wait_for(after, torchrun)
     worker_of(torchrun, rank).kill()
     return torchrun.communicate(timeout=TIMEOUT_S)[0]

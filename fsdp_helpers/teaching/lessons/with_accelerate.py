@@ -70,7 +70,7 @@ def train_with_plain_torch(rank: int, world_size: int) -> dict:
 
 
 def make_up_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of a batch of noise, the same on every machine."""
+    """Return this rank's share of a noise batch that is the same on every machine."""
     random = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 1, 28, 28, generator=random)
     labels = torch.randint(10, (BATCH,), generator=random)
@@ -78,7 +78,7 @@ def make_up_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor
 
 
 def ask_accelerate(kept: str | Path) -> dict:
-    """Return what two CPU ranks get from accelerate or, if it isn't installed, the output saved in `kept`."""
+    """Return results from accelerate on two CPU ranks, or the output saved in `kept` if accelerate isn't installed."""
     if importlib.util.find_spec("accelerate") is None:
         return json.loads(Path(kept).read_text()) | {"source": f"saved output, {kept}: accelerate isn't installed here"}
     answer = launch(train_with_accelerate, world_size=2, device="cpu")[0]

@@ -1,4 +1,4 @@
-"""Run PyTorch/XLA scripts in their own environment, or show their saved output if it isn't installed.
+"""Run PyTorch/XLA scripts in their own environment, or show their saved output if torch_xla isn't installed.
 
 torch_xla needs one particular version of torch, so we don't import it here. A script in notebooks/xla gets a folder
 with its settings, images and initial parameters, runs in the other interpreter, and writes its result as JSON.
@@ -29,15 +29,15 @@ STUCK = re.compile(r"only (\d+) of them arrived")
 
 
 class XlaMissing(RuntimeError):
-    """No environment with torch_xla was found; the message says how to get one."""
+    """Raised when no environment with torch_xla is found; the message says how to get one."""
 
 
 class XlaError(RuntimeError):
-    """A script failed; the message contains its last lines of output and, if it's a known failure, what to do."""
+    """Raised when a script fails; the message has the last lines of output and, for a known failure, what to do."""
 
 
 class XlaTimeout(TimeoutError):
-    """A script was still running after its time limit, and was stopped."""
+    """Raised when a script is stopped because it's still running after its time limit."""
 
 
 # ---------------------------------------------------------------- scripts in the other environment
@@ -46,7 +46,7 @@ class XlaTimeout(TimeoutError):
 def find_python() -> Path:
     """Return the interpreter that has torch_xla: FSDP_XLA_PYTHON if set, otherwise the one that `make xla` built.
 
-    Raises XlaMissing if there is neither, and ValueError if the variable names a file that doesn't exist.
+    Raises XlaMissing if neither exists, and ValueError if the variable names a file that doesn't exist.
     """
     chosen = os.environ.get(VARIABLE)
     python = Path(chosen) if chosen else BUILT_BY_MAKE
@@ -67,7 +67,7 @@ def run_script(
 ) -> object:
     """Run notebooks/xla/NAME.py in `folder` and return its result, or None if it didn't write one.
 
-    `starter` goes before the script, such as `-m torch.distributed.run`. Raises XlaMissing, XlaTimeout after
+    `starter`, such as `-m torch.distributed.run`, goes before the script. Raises XlaMissing, XlaTimeout after
     `timeout_s` seconds, and XlaError if the script fails. No process outlives the call.
     """
     python = find_python()
@@ -79,7 +79,7 @@ def run_script(
 
 
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
-    """Merge all replicas' files into one file of full tensors, with the library's command; save it as safetensors.
+    """Merge all replica files into one safetensors file of full tensors, using the library's command; return its path.
 
     Its tensors have the plain model's names, as in the files that `fsdp_helpers.consolidate` writes. Raises the same
     errors as `run_script`.
@@ -105,7 +105,7 @@ def settings_of_run(
 ) -> dict:
     """Return the settings for a run of train.py.
 
-    `cut` is "nested", "size", "transformer" or None; `steps` selects some steps (default: all).
+    `cut` is "nested", "size", "transformer" or None; `steps` selects which steps to run (default: all).
     """
     given = {"name": name, "model": model, "cut": cut, "flatten": flatten, "reshard": reshard, "checkpoint": checkpoint}
     return {**given, "steps": (0, None), **more}
@@ -143,7 +143,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def explain(output: str) -> str:
-    """Return the cause of a failure in words if it's a known one, otherwise the last lines that the script printed."""
+    """Return the cause in words if the failure is known; otherwise, return the last lines that the script printed."""
     if arrived := STUCK.search(output):
         return (
             f"a collective was stuck: {arrived.group(1)} replica(s) reached it within 10 s, and XLA ended the process. "
@@ -163,7 +163,7 @@ def explain(output: str) -> str:
 def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
     """Return `work()`, converted to JSON and back; if PyTorch/XLA is missing, say so and return the saved output.
 
-    `keep` saves the new output.
+    If `keep` is true, the new output is saved.
     """
     try:
         result = work()
@@ -176,14 +176,14 @@ def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -
 
 
 def kept(key: str, why: str) -> object:
-    """Return a saved output, and print `why` the code isn't run here and when the output was saved."""
+    """Return a saved output; print when it was saved and `why` the code isn't run here."""
     record = json.loads((RECORDS / f"{key}.json").read_text())
     print(f"{why}. Below is the output saved on {record['finished']}.")
     return record["result"]
 
 
 def listing(name: str, *functions: str) -> Markdown:
-    """Show functions of notebooks/xla/NAME.py, highlighted."""
+    """Return the code of functions in notebooks/xla/NAME.py as highlighted Markdown."""
     code = (SCRIPTS / f"{name}.py").read_text()
     found = {node.name: ast.get_source_segment(code, node) for node in ast.parse(code).body if hasattr(node, "name")}
     return Markdown("```python\n" + "\n\n\n".join(found[function] for function in functions) + "\n```")

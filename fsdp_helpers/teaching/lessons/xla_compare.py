@@ -28,7 +28,7 @@ SHARD_MULTIPLE = 128  # XLA pads every tensor, so that each replica's shard has 
 
 
 def write_inputs(folder: Path, *, steps: int, batch: int, models: Sequence[str]) -> None:
-    """Write the batches of all steps, from the bundled digits, and the parameters that each network begins with."""
+    """Write batches from the bundled digits for all steps, and the initial parameters of each network."""
     digits = load_data(folder).train  # a folder without MNIST
     drawn = rank_batches(digits, rank=0, world_size=1, global_batch_size=batch, seed=0, epoch=0)
     images, labels = (torch.stack(part) for part in zip(*islice(drawn, steps), strict=True))
@@ -48,7 +48,7 @@ def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
 
 
 def train_sharded(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
-    """Train the same network with FSDP2; return mean losses, how many values a rank keeps, and a step's collectives."""
+    """Train the same network with FSDP2; return mean losses, a rank's parameter count, and a step's collectives."""
     model = shard_units(start_model(folder, name), units, world_size)
     optimizer = start_optimizer(model)
     losses = []
@@ -75,7 +75,7 @@ def answers_of_fsdp2(
 
 
 def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[str]) -> dict[str, float]:
-    """Load a consolidated file into a plain network and FSDP2, and compare the outputs with those of plain training.
+    """Load a consolidated file into a plain network and FSDP2, and compare their outputs with the trained network's.
 
     Differences are relative to the largest output.
     """
@@ -110,7 +110,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, la
 
 
 def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
-    """Return the number of values in each parameter tensor, unit by unit, the root first."""
+    """Return the number of values in each parameter tensor, unit by unit, starting with the root."""
     found = {name: [] for name in ("", *units)}
     for name, parameter in model.named_parameters():
         owner = next((unit for unit in units if name.startswith(f"{unit}.")), "")
@@ -119,9 +119,9 @@ def tensors_by_unit(model: nn.Module, units: Sequence[str]) -> list[list[int]]:
 
 
 def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: bool = False) -> int:
-    """Count the values that an XLA replica keeps: a shard of each tensor or, flattened, of each unit's single tensor.
+    """Return how many values an XLA replica keeps: a shard of each tensor or, if `flatten`, a shard of each whole unit.
 
-    Each is padded until its shards have a multiple of 128 values (`_shard_size_multiple` of the library).
+    Padding makes the size of every shard a multiple of 128 values (`_shard_size_multiple` in the library).
     """
     if flatten:
         tensors = [[sum(unit)] for unit in tensors if unit]
@@ -129,10 +129,10 @@ def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: boo
 
 
 def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, reshard: bool = True) -> dict[str, int]:
-    """Count the all-gathers and reduce-scatters of an XLA step: per tensor or, flattened, per unit.
+    """Return the counts of all-gathers and reduce-scatters in an XLA step: per tensor or, if `flatten`, per unit.
 
-    The root is all-gathered only once, since it stays unsharded from forward to backward; so is every unit that isn't
-    resharded.
+    The root is all-gathered only once, since it stays unsharded from forward to backward. If not `reshard`, the same
+    is true of every unit.
     """
     root, *others = [min(1, len(unit)) if flatten else len(unit) for unit in tensors]
     return {"all-gather": root + (2 if reshard else 1) * sum(others), "reduce-scatter": root + sum(others)}
@@ -144,7 +144,7 @@ def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[fl
 
 
 def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
-    """Compare the losses of all `runs` with those in `plain`. Raises ValueError for a difference above TOLERANCE."""
+    """Compare the losses of all `runs` with those in `plain`. Raises ValueError if a difference is above TOLERANCE."""
     differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
     worst = list(differences)[np.argmax(list(differences.values()))]
     if not differences[worst] <= TOLERANCE:

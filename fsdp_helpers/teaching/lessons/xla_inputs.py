@@ -1,4 +1,4 @@
-"""The starting point that both environments share: batches and initial parameters, read from files, and the optimizer.
+"""The starting point shared by both environments: batches and initial parameters read from files, and the optimizer.
 
 The scripts in notebooks/xla import this too, so it needs only NumPy and whichever torch is installed.
 """
@@ -38,5 +38,5 @@ def start_model(folder: Path, name: str) -> nn.Module:
 
 
 def start_optimizer(model: nn.Module) -> torch.optim.SGD:
-    """Return SGD with momentum for the parameters of `model`: the full ones or, once it's wrapped, the shards."""
+    """Return SGD with momentum for the parameters of `model`: full parameters, or shards once the model is wrapped."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)

@@ -50,7 +50,7 @@ def card(name: str) -> bool:
 
 
 def saved_card(failure: Failure, seen: str, proven: str) -> str:
-    """Return the Markdown of a card with a saved run: what was seen then, and the proof."""
+    """Return the Markdown of a card with a saved run: what happened in that run, and the proof."""
     code, difference = show.source(failure.broken).code, show.difference(failure.broken, failure.fixed).code
     return "\n\n".join(
         [
@@ -83,7 +83,7 @@ def plain_text(saved: dict) -> str:
 
 
 def text_block(text: str) -> str:
-    """Return a code block with an output."""
+    """Return the text as a code block."""
     return f"```text\n{text}\n```"
 
 
@@ -93,7 +93,7 @@ def explanation(failure: Failure) -> str:
 
 
 def as_text(seen: Seen) -> str:
-    """Return a run's outcome: its error, shortened, or the numbers of each rank."""
+    """Return a run's outcome as text: its shortened error, or each rank's numbers."""
     if seen.error:
         error = "\n".join(filter(None, [seen.error, seen.last_words]))
         return error if len(error) <= MOST_OF_ERROR else f"{error[:MOST_OF_ERROR]} ..."
@@ -116,13 +116,13 @@ def proof(fixed: Seen, right: Numbers) -> str:
 
 
 def stacks_of_page(page: str) -> dict[str, str]:
-    """Return each rank's innermost frames, as the debug server's page of stacks shows them."""
+    """Return each rank's innermost frames, as shown on the debug server's stack page."""
     stacks = re.findall(r"<h2>Rank (\d+):.*?<pre>(.*?)</pre>", page, re.DOTALL)
     return {f"rank {rank}": shorten_stack(stack) for rank, stack in stacks}
 
 
 def shorten_stack(text: str) -> str:
-    """Return the innermost three frames of a rank's main thread in the last complete stack of `text`, without folders.
+    """Return the innermost three frames of a rank's main thread in `text`'s last complete stack, without folders.
 
     Only the main thread's stack goes down to `run_rank`. The last stack may be incomplete, if the rank was killed
     while writing it.
@@ -137,7 +137,7 @@ def shorten_stack(text: str) -> str:
 
 
 def sentences(message: str) -> str:
-    """Return the DETAIL debug level's message as one line per rank, with just the fields that ranks compare."""
+    """Return a message from debug level DETAIL as one line per rank, with just the fields that ranks compare."""
     return (
         re.sub(r", TensorDtypes.*?\(nullopt\)\)\)", ")", message).replace(", but", ",\nbut").replace(".Coll", ".\nColl")
     )

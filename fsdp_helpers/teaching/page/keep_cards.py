@@ -62,7 +62,7 @@ def is_live(notebook: NotebookNode, failure: Failure) -> bool:
 
 
 def written(failure: Failure, before: str, runs: bool, live: bool) -> str:
-    """Return a card's Markdown, with a new run or with the saved run in its cell."""
+    """Return a card's Markdown, with a new run or with the saved run from its cell."""
     if not failure.is_run:
         return cards.documented_card(failure)
     if live:
@@ -71,17 +71,17 @@ def written(failure: Failure, before: str, runs: bool, live: bool) -> str:
 
 
 def saved_output(card: str) -> str:
-    """Return torchrun's saved output, with its introduction, from the cell above a card that the notebook runs."""
+    """Return torchrun's saved output and its introduction, from the cell above a card that the notebook runs."""
     return "".join(card.partition(UNDER_TORCHRUN)[1:])
 
 
 def saved_run(card: str) -> tuple[str, str]:
-    """Return what was seen, and the proof, from the cell of a card with a saved run."""
+    """Return the outcome and the proof of a saved run from its card's cell."""
     return card.partition(SEEN)[2].partition(WHY)[0], card.partition(PROOF)[2]
 
 
 def new_run(failure: Failure) -> tuple[str, str]:
-    """Run a failure broken and fixed; return what was seen, and the proof. Refuse a run that doesn't fit the card."""
+    """Run a failure broken and fixed; return the outcome and the proof. Reject a run that doesn't match the card."""
     start_s = time.monotonic()
     broken, seconds = gallery.run_broken(failure), time.monotonic() - start_s
     fixed = gallery.run_fixed(failure)
@@ -94,7 +94,7 @@ def new_run(failure: Failure) -> tuple[str, str]:
 
 
 def plain_output(failure: Failure) -> str:
-    """Run a failure that ends in an error under torchrun, and return its output; for any other, return ""."""
+    """If a failure ends in an error, run it under torchrun and return its output; otherwise, return ""."""
     is_error = failure.says or failure.name in plain.SCRIPTS
     return cards.plain_text(plain.run_plainly(failure.name)) if is_error else ""
 

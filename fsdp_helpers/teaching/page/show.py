@@ -22,7 +22,7 @@ EMPTY = ("", "-", "–", "—", "None")  # cells without a number, in a column o
 
 
 def source(*objects: Callable | type) -> Listing:
-    """Show the source of functions or classes, as a worker runs it, below the imports it needs, so you can copy it."""
+    """Show functions or classes as a worker runs them, below the imports they need, so you can copy the code."""
     parts = [textwrap.dedent(inspect.getsource(shown)) for shown in objects]
     imports = needed_imports(*objects)
     return Listing("\n\n".join([imports, *parts] if imports else parts), _places(objects))
@@ -37,7 +37,7 @@ def _places(objects: Sequence[Callable | type]) -> str:
 
 
 def _short_path(shown: Callable | type) -> str:
-    """Return the file's path starting at its package's folder; for a module without a package, just the file."""
+    """Return the file's path, starting at its package folder; for a module without a package, just the file name."""
     path, module = Path(inspect.getsourcefile(shown)), inspect.getmodule(shown)
     return "/".join(path.parts[-1 - module.__name__.count(".") :]) if module.__package__ else path.name
 
@@ -136,7 +136,7 @@ def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
-    """Show a table: numbers right-aligned, with or without a unit, and everything else left-aligned."""
+    """Show a table with numbers (with or without a unit) right-aligned and everything else left-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     alignment = ["--:" if _is_numeric([row[column] for row in cells]) else ":--" for column in range(len(headers))]
     lines = [headers, [":--", *alignment[1:]], *cells]  # the first column names the row, even if it's a number
@@ -153,7 +153,7 @@ def machine(
 ) -> str:
     """Set a notebook up on `device` and describe the machine; return the device, "cpu" or "cuda".
 
-    The variable FSDP_DEVICE overrides `device`, unless that's `fixed`. On the CPU, GPUs are hidden from this kernel and
+    The variable FSDP_DEVICE overrides `device`, unless it's `fixed`. On the CPU, GPUs are hidden from this kernel and
     from every process it starts. The data is prepared, unless `data` says why none is needed. The description
     lists versions, device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle
     GPUs. Raises ValueError for "cuda" if there are too few GPUs or torch can't use them.

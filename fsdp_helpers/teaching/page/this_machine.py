@@ -1,4 +1,4 @@
-"""This machine, as `show.machine` describes it: the device a notebook uses, idle GPUs, and free memory."""
+"""Describe this machine for `show.machine`: the device a notebook uses, idle GPUs, and free memory."""
 
 import os
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ VARIABLE = "FSDP_DEVICE"  # overrides DEVICE in every notebook
 
 
 def settle_device(device: str, num_ranks: int, *, fixed: bool = False) -> tuple[str, str]:
-    """Return "cpu" or "cuda", and a sentence about idle GPUs, or ""; on "cpu", this process no longer sees any GPU.
+    """Return "cpu" or "cuda", and a sentence (or "") about idle GPUs; on "cpu", this process no longer sees any GPU.
 
     Raises ValueError as `choose_device` does.
     """
