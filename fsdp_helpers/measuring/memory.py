@@ -129,7 +129,7 @@ class MemoryTrace:
         return self._between(self._marks_s[0], float("inf"), 0)
 
     def between_marks(self, name: str) -> list[tuple[int, int]]:
-        """Return two numbers per phase called `name`: the bytes allocated at its start, and the peak until the next.
+        """Return two numbers per phase called `name`: bytes allocated at its start, and the peak until the next one.
 
         The last phase's interval ends with the trace. To set a mark, use an empty `record_function(name)`.
         """
@@ -196,7 +196,7 @@ def trace_memory(device: torch.device | str = "cpu") -> Iterator[MemoryTrace]:
 
 
 def _read_phases(events: list[_KinetoEvent], began_ns: int) -> list[Phase]:
-    """Return the phases that `record_function` named, in order, with times from the start of the trace."""
+    """Return the phases named with `record_function`, in order, with times from the start of the trace."""
     named = [event for event in events if event.is_user_annotation()]
     return [
         Phase(name=event.name(), start_s=(event.start_ns() - began_ns) / 1e9, end_s=(event.end_ns() - began_ns) / 1e9)
@@ -205,7 +205,7 @@ def _read_phases(events: list[_KinetoEvent], began_ns: int) -> list[Phase]:
 
 
 def _read_points(events: list[_KinetoEvent], began_ns: int) -> list[tuple[float, int]]:
-    """Return (time in s, bytes allocated from then on) for the CPU, as a running sum over all events."""
+    """Return pairs (time in s, bytes allocated from then on) for the CPU, as a running sum over all events."""
     seen = sorted(
         (event for event in events if event.name() == "[memory]" and event.device_type() == DeviceType.CPU),
         key=lambda event: event.start_ns(),
@@ -241,7 +241,7 @@ def stop_history(device: torch.device) -> list[dict]:
 def take_work_spaces(device: torch.device) -> None:
     """Make cuBLAS allocate its workspaces now, before we count anything.
 
-    torch 2.11 allocates them like tensors: 8 to 32 MiB for the forward thread and as many for the backward one, unless
+    torch 2.11 allocates them like tensors: 8 to 32 MiB each for the forward and backward threads, unless
     `CUBLAS_WORKSPACE_CONFIG` sets a smaller size.
     """
     values = torch.ones(16, 16, device=device, requires_grad=True)
@@ -249,7 +249,7 @@ def take_work_spaces(device: torch.device) -> None:
 
 
 def requested_points(noted: Iterable[Mapping]) -> list[tuple[float, int]]:
-    """Return (Unix time in s, bytes requested from then on), counting only tensors created during the history.
+    """Return pairs (Unix time in s, bytes requested from then on) for the tensors created during the history.
 
     A tensor counts until it's freed. If a stream is still reading its block (`record_stream`), the block can only be
     reused later; that affects reserved memory, but not these numbers.

@@ -26,7 +26,7 @@ class OffloadCopy:
     was_made: bool  # False if host and device are the same: then the shard stays where it is
 
     def unit(self, units: Sequence[str]) -> str:
-        """Return the name of the innermost of `units` that contains the parameter, or "root"."""
+        """Return the name of the innermost unit that contains the parameter, or "root"."""
         return max((unit for unit in units if self.name.startswith(f"{unit}.")), key=len, default="root")
 
 

@@ -50,7 +50,7 @@ def plan_model(
     allowance_gb: float | None = None,
     **settings,
 ) -> tuple[Plan, str]:
-    """Plan any model on `world_size` ranks. Return the plan, and a one-sentence verdict on it.
+    """Plan any model on `world_size` ranks. Return the plan and a one-sentence verdict.
 
     `factory()` creates the model, on the CPU or on the meta device. `batch` is one rank's input to one forward: a
     tensor or any nesting of tensors, with samples along the first dimension. `loss_of(model, batch)` returns the loss
@@ -295,7 +295,7 @@ def count_flops(
 
 @contextmanager
 def attention_counted(counter: FlopCounterMode) -> Iterator[dict[str, int]]:
-    """Within the block, count the operations of `scaled_dot_product_attention`, by the module that calls it."""
+    """Within the block, count the operations in `scaled_dot_product_attention`, grouped by the calling module."""
     attention, found = F.scaled_dot_product_attention, Counter()
 
     def counted_attention(*inputs: Any, **others: Any) -> Tensor:

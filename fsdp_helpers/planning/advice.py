@@ -161,7 +161,7 @@ def fastest(plan: Plan, subject: Subject) -> Plan | None:
 
     Also returns None if no rate is known. The search starts with one sequence per rank and doubles the batch until the
     plan no longer fits. It does so for each recomputation setting, and for sharding across all ranks or within each
-    node. Of equally fast plans, it takes the one with the lowest peak.
+    node. If several plans are equally fast, the lowest peak wins.
     """
     if plan.time is None:
         return None

@@ -1,6 +1,6 @@
 """Read a model's name and shape from its `config.json`, for the planner. Needs neither torch nor transformers.
 
-A missing key gets the default of the model's configuration class in transformers, if there is one.
+A missing key gets the default from the model's configuration class in transformers, if there is one.
 """
 
 import json
@@ -61,7 +61,7 @@ def planned_shape(config: Config) -> tuple[str, LlamaShape]:
 
 
 def _llama_like(config: Config, *, head_size: int | None = None, kv_heads: int | None = None, **more) -> LlamaShape:
-    """Return the shape from Llama's keys, with default `head_size` and `kv_heads`; `more` has fields of the family."""
+    """Return the shape from Llama's keys; `head_size` and `kv_heads` are defaults, and `more` has extra fields."""
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     require_sizes(config, sizes)
     width, num_heads = config["hidden_size"], config["num_attention_heads"]

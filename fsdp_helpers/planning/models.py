@@ -197,7 +197,7 @@ def linear_shapes(layers: Shapes) -> Shapes:
 def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subject:
     """Describe a Llama-like model, whose batches are counted in tokens, in sequences of length `shape.context`.
 
-    The embedding and the head are separate units, unless they're tied; then they belong to the root. With
+    The embedding and the head are separate units; if they're tied, they belong to the root instead. With
     `lora_rank`, only two small matrices for each matrix in a block are trained (Hu et al. 2021, arXiv:2106.09685).
     """
     names = tuple(f"layers.{number}" for number in range(shape.depth))
@@ -364,8 +364,8 @@ def llama_head_bytes(
 
     While backward goes through the loss, the gradients of the log-probabilities and of the logits exist, too, in fp32.
     When backward enters the head, only the gradient of the logits is left, in the head's precision. With chunks, no
-    log-probabilities are kept: each chunk's are computed in forward, and again in backward. Backward then also holds
-    the gradient of the norm's output, and two gradients of the head's weight: the sum so far, and the chunk's. A frozen
+    log-probabilities are kept: they're computed per chunk in forward, and again in backward. Backward then also holds
+    the gradient of the norm's output, and two gradients of the head's weight: the running sum and the new one. A frozen
     head's weight has no gradient. A tied head's gradient waits until backward reaches the embedding. If logits go
     through a tanh, its output is kept.
     """

@@ -167,7 +167,7 @@ class Plan:
 
     @property
     def fits_host(self) -> bool:
-        """Return True if the offloaded bytes fit in a node's host memory, or its size isn't known."""
+        """Return True if the offloaded bytes fit in a node's host memory, or if that memory's size isn't known."""
         return self.node_host_bytes <= (self.cluster.host_memory_bytes or math.inf)
 
     @property

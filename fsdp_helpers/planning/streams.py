@@ -1,8 +1,8 @@
 """Put a GPU's communication and arithmetic on a timeline, as queues that run in parallel. No torch import.
 
 Arithmetic runs in one queue and collectives in another, so both can be busy at once if an all-gather starts early
-enough. Hybrid sharding has a third queue, for all-reduces across the copies of the state, which have their own ring.
-A real GPU's other costs (launching kernels, copies within the device) are left out.
+enough. Hybrid sharding has a third queue, with its own ring, for all-reduces across the copies of the state.
+The other costs on a real GPU (kernel launches, copies within the device) are left out.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,7 +37,7 @@ class Span:
 
 
 def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> list[Span]:
-    """Return the start and end of each task, in the order of `tasks`.
+    """Return the start and end of each task, in the same order as `tasks`.
 
     Tasks in the same queue run one after another. A unit computes once it's unsharded, and a gradient is sent once it's
     computed. FSDP2 keeps only one reduce-scatter's input, so after a reduction is issued, arithmetic waits until the
@@ -80,7 +80,7 @@ def busy_s(spans: Iterable[Span], *queues: str) -> float:
 
 
 def step_spans(num_units: int, *, forward_s: float, gather_s: float, reduce_s: float, prefetch: bool) -> list[Span]:
-    """Return the spans of a step with equal units: forward in order, backward in reverse, each with an all-gather.
+    """Return the spans of a step with equal units: forward in order, then backward in reverse, both with all-gathers.
 
     With `prefetch`, an all-gather is issued when the previous unit starts computing; without it, when that unit is
     done. A unit's all-gather is issued before the previous unit's reduction.

@@ -67,7 +67,7 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def days_of(plan: Plan, total: float, goodput: float = 1.0) -> float:
-    """Return the number of days that a run of `total` items takes."""
+    """Return the number of days that a run over `total` items takes."""
     return device_hours(plan, total, goodput) / plan.cluster.world_size / DAY_HOURS
 
 

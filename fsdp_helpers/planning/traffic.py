@@ -20,7 +20,7 @@ def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: 
     """Return the bytes that a rank sends for a collective across `num_ranks` ranks, rounded to whole bytes.
 
     `full_bytes` is the size of the full tensor, padding included: an all-gather's output, or a reduce-scatter's input.
-    `is_root` is true on the rank that a broadcast or scatter sends from, or that a gather or reduce sends to. Raises
+    `is_root` is true on the source of a broadcast or scatter, and on the destination of a gather or reduce. Raises
     ValueError for an unknown operation.
     """
     parts_sent = {  # a part is full_bytes / num_ranks
@@ -52,8 +52,8 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
     backward has computed the last of its gradients, and forward and the optimizer never overlap with communication.
     Headers add to the bytes: with TCP over Ethernet, they're 66 of the 1,514 bytes in a packet, not counting
     acknowledgments and retransmissions. ShallowNet under DDP hides nothing, since most of its bytes belong to one
-    layer: its steps took 1.00 to 1.25 times that sum (`notebooks/reference/bandwidth.json`). Source: S. Li et
-    al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
+    layer: its steps took 1.00 to 1.25 times the sum of both times (`notebooks/reference/bandwidth.json`). Source:
+    S. Li et al. 2020, arXiv:2006.15704, section 3.2.3, on what overlaps with backward.
     """
     return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)
 

@@ -52,7 +52,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
     It's the norm of the full gradient, the same on every rank: squares are summed over a rank's shards, then across
     ranks. Clipping each shard by its own norm would change the gradient's direction. FSDP1's `clip_grad_norm_` and the
-    one in `torch.nn.utils` do the same in fp32. On a CPU, the fp32 error grows with the model: it's 1e-5 of the
+    one in `torch.nn.utils` compute the norm in fp32. On a CPU, the fp32 error grows with the model: it's 1e-5 of the
     norm for a million values, 1e-2 for a hundred million. So the squares are summed in fp64 here. For a parameter that
     FSDP2 ignores, this rank's gradient is used, so average that gradient across ranks first.
     """

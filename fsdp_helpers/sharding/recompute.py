@@ -38,7 +38,7 @@ def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) ->
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """Return the names of the modules that aren't inside another one of the named modules."""
+    """Return the names of the modules that aren't inside another named module."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 

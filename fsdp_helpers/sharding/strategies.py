@@ -100,7 +100,7 @@ def shard_with_api(
 
 
 def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """Wrap the units that the size policy chooses for activation checkpointing, if `config` enables it.
+    """If `config` enables activation checkpointing, wrap the units that the size policy chooses.
 
     Call this before sharding, so that backward unshards a unit only once, for both its second forward and its
     backward.
@@ -170,7 +170,7 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 def wait_for_buckets(model: nn.Module) -> None:
     """Make DDP's ranks wait for each bucket if a timeout is set on CUDA; other strategies wait anyway.
 
-    Otherwise, DDP makes only later kernels wait. If a rank were missing, the others would then hang the next time they
+    By default, DDP makes only later kernels wait. If a rank were missing, the others would then hang the next time they
     synchronize with the GPU.
     """
     if isinstance(model, DistributedDataParallel) and nccl_raises_on_timeout():
@@ -201,7 +201,7 @@ def count_units(model: nn.Module) -> int:
 
 
 def make_mesh(device: torch.device, config: TrainConfig) -> DeviceMesh:
-    """Return a mesh with one dimension for all ranks or, for "hybrid", with two: replicas along 0, shards along 1."""
+    """Return a mesh with one dimension for all ranks or, for "hybrid", two: replicas (first) and shards (second)."""
     if config.sharding == "hybrid":
         return init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device.type, (dist.get_world_size(),))

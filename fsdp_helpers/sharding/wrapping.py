@@ -2,7 +2,7 @@
 
 A policy has the form that FSDP1 uses: `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. With
 `recurse=True`, it returns whether to look at the children; with `recurse=False`, whether `module` becomes a unit.
-`nonwrapped_numel` is the number of the module's parameters that aren't in a unit further down. torch's `CustomPolicy`,
+`nonwrapped_numel` is the number of the module's parameters that aren't in a nested unit. torch's `CustomPolicy`,
 which calls a function on each module, is a policy, too. `plain_name` removes the prefixes that wrapping adds to names.
 """
 

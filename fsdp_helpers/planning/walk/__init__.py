@@ -1,1 +1,1 @@
-"""Walk through a step event by event, under FSDP1, under FSDP2, or unsharded."""
+"""Walk through a step event by event, with FSDP1, with FSDP2 or without sharding."""

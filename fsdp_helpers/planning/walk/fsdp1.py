@@ -3,7 +3,7 @@
 No torch import. The order of events comes from torch 2.15, `_runtime_utils.py` and `_flat_param.py` in
 `torch/distributed/fsdp`.
 
-A module computes with views of the flat tensor, and each forward makes new ones. Autograd joins the gradients of those
+A module computes with views of the flat tensor, and each forward makes new views. Autograd joins the gradients of those
 views once all of them exist, adds up the gradients of several uses, and then calls FSDP1, which reduces the sum. A flat
 tensor with any trained parameter needs a gradient, so its frozen parameters get one, too (`StepProfile.flat_moments`).
 """
@@ -99,7 +99,7 @@ class FlatParameters:
             self._join_one_use(unit)
 
     def _join_one_use(self, unit: Unit) -> None:
-        """Join one use's gradients into a flat one. The profile has only the sum over all uses so far."""
+        """Join the gradients from one use into a flat gradient. The profile has only the sum over all uses so far."""
         if unit.name in self._used:
             self._shards.take_flat_gradient(THIS_USE, unit)
         self._shards.take_flat_gradient(JOINED, unit)
@@ -108,7 +108,7 @@ class FlatParameters:
         self._used.add(unit.name)
 
     def _leave(self, unit: Unit) -> None:
-        """Join the gradients into a flat one, reshard, and take a shard of their sum over the ranks."""
+        """Join the gradients into a flat gradient, reshard, and take a shard of the sum over the ranks."""
         self._in_backward.discard(unit.name)
         is_added = self._is_added(unit)
         if unit.name in self._used:

@@ -113,7 +113,7 @@ class FullyShard:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Leave the units still in backward: the root, and any whose input needs no gradient. Free all leftovers."""
+        """Leave the units still in backward: the root and units whose input needs no gradient. Free all leftovers."""
         for name in self.units:
             if name not in self._done:
                 self.leave_backward(name)

@@ -69,7 +69,7 @@ class Ledger:
         self.tasks: list[Task] = []  # arithmetic and collectives, in the order in which they're issued
 
     def hold(self, owner: str, term: Term) -> None:
-        """Add `term` for `owner`, a parameter or a unit, replacing the owner's earlier term of that kind and name."""
+        """Add `term` for `owner` (a parameter or a unit), replacing the owner's earlier term of that kind and name."""
         self.free(owner, term.kind, term.name)
         self._held[owner, term.kind, term.name] = term
         self._bytes += term.bytes
@@ -79,7 +79,7 @@ class Ledger:
         return (owner, kind, name) in self._held
 
     def free(self, owner: str, kind: str, name: str) -> None:
-        """Remove the owner's term of that kind and name, if there is one."""
+        """Remove the owner's term with that kind and name, if there is one."""
         term = self._held.pop((owner, kind, name), None)
         self._bytes -= term.bytes if term else 0
 

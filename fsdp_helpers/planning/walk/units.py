@@ -72,7 +72,7 @@ def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozens
 
 
 def _innermost(parameter: str, units: Collection[str]) -> str:
-    """Return the name of the innermost of these units that contains `parameter`, or of the root."""
+    """Return the name of the innermost unit in `units` that contains `parameter`, or the root's name."""
     return next((around for around in _around(parameter) if around in units), ROOT)
 
 

@@ -1,7 +1,7 @@
 """An animation of one traced step: shards above, memory and collectives below, on one time axis.
 
 Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters face each other across the network. A
-tensor's area shows its size in bytes. The picture is for two ranks.
+tensor's area shows its size in bytes. The picture works only for two ranks.
 
 Each moving part has keyframes. `frame` reads them at one moment; `animated` passes all of them to the browser as CSS,
 which plays the step in slow motion, in a loop. Without CSS, or for readers who turn motion off, the picture is a
@@ -49,7 +49,7 @@ HATCH_PATTERN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A part's position at one moment, and whether it's visible; between two keys, it moves at a constant speed."""
+    """A part's position and visibility at one moment; between two keys, the part moves at a constant speed."""
 
     time_s: float
     y: float = 0.0
@@ -204,7 +204,7 @@ def _moving(step: UnitTrace) -> Iterator[Part]:
 
 
 def places(step: UnitTrace) -> dict[str, Place]:
-    """Return each unit's horizontal position; its width is its share of the bytes."""
+    """Return each unit's horizontal position; the width is the unit's share of the bytes."""
     room = RIGHT - LEFT - GAP * (len(step.units) - 1)
     whole = sum(unit.full_bytes for unit in step.units)
     found, left = {}, float(LEFT)
@@ -307,7 +307,7 @@ def _blink(appears_s: float, from_y: float, arrives_s: float, to_y: float, goes_
 
 
 def in_progress(step: UnitTrace) -> list[tuple[str, Collective]]:
-    """Return rank 0's collectives in time order, each with a label that names it and its unit."""
+    """Return rank 0's collectives in time order, each with a label that names the collective and its unit."""
     seen = step.ranks[0]
     gathers = [(f"all-gather: {unit}", stay.gather) for unit, stays in seen.stays.items() for stay in stays]
     reduces = [(f"reduce-scatter: {unit}", reduce) for unit, reduce in seen.reduces.items()]

@@ -21,7 +21,7 @@ def put_in_words(fig: Figure, words: str) -> None:
 
 
 def describe(fig: Figure) -> str:
-    """Return a figure's description: its own if it has one, otherwise each panel's title, axes and numbers."""
+    """Return the description attached to a figure or, if there is none, each panel's title, axes and numbers."""
     if fig.get_label():
         return str(fig.get_label())
     parts = [part for ax in fig.axes if (part := _describe_axes(ax))]
@@ -86,7 +86,7 @@ def _is_named(drawn: Artist) -> bool:
 
 
 def _bars(ax: Axes) -> list[str]:
-    """Return the bars' lengths and labels, row by row, or, if there are many bars, how many have each label."""
+    """Return the bars' lengths and labels by row or, if there are many bars, the number of bars with each label."""
     rows: dict[str, list[tuple[str, float]]] = {}
     for container in ax.containers:
         if isinstance(container, BarContainer):
@@ -114,7 +114,7 @@ def _lengths(ax: Axes, container: BarContainer) -> Iterator[tuple[str, float]]:
 
 
 def _row_names(ax: Axes) -> dict[float, str]:
-    """Return the row names of these axes or, if they share them, of the axes to their left."""
+    """Return the row names of these axes or, if they have none, of the nearest earlier axes that do."""
     before = ax.figure.axes[: ax.figure.axes.index(ax) + 1]
     return next((names for one in reversed(before) if (names := _tick_names(one.yaxis))), {})
 

@@ -23,7 +23,7 @@ WORK_COLORS = {"F": FRAME_COLOR, "B": TEXT_COLOR}  # as in `draw_streams`
 def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
     """Draw one panel per mesh of 2 x 2 ranks, two panels side by side. Each rank's box lists what the rank holds.
 
-    `meshes` has an even number of entries, and maps the names of both dimensions, rows first, to what ranks 0 and 1
+    `meshes` has an even number of entries, and maps the names of both dimensions (rows first) to what ranks 0 and 1
     along each dimension hold.
     """
     with figure_style():

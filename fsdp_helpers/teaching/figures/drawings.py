@@ -37,7 +37,7 @@ IN_WORDS = {
 class Stage:
     """One stage of a step: how much of the parameters, gradients and optimizer state each rank has.
 
-    "own" means full gradients from the rank's own images, not yet averaged with the other ranks'.
+    "own" means full gradients from the rank's own images, not yet averaged across ranks.
     """
 
     title: str

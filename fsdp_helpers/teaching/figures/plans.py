@@ -24,7 +24,7 @@ def plot_waterfall(
 ) -> tuple[Figure, Axes]:
     """Plot one bar per number of ranks, stacked by category, with the allowance and the device's memory.
 
-    With `chosen` ranks, the other bars are pale. The axis ends at `highest_gb`, if it's given; a higher bar gets an
+    If `chosen` is given, the other bars are pale. The axis ends at `highest_gb`, if it's given; a higher bar gets an
     arrow next to its number.
     """
     with figure_style():
@@ -40,7 +40,7 @@ def plot_waterfall(
 
 
 def draw_waterfall(ax: Axes, plans: Sequence[Plan], highest_gb: float | None = None) -> None:
-    """Draw the bars of `plot_waterfall`."""
+    """Draw the bars for `plot_waterfall`."""
     places = range(len(plans))
     below = [0.0] * len(plans)
     for category in CATEGORIES.values():

@@ -93,7 +93,7 @@ def swatches(colors: Mapping[str, str]) -> list[Line2D]:
 
 
 def figure_style() -> AbstractContextManager:
-    """Return a context that sets the style. The backend is loaded first, so its settings aren't undone at the end."""
+    """Return a context manager for the style. The backend is loaded first, so its settings aren't undone at the end."""
     plt.switch_backend(plt.get_backend())
     _describe_in_notebook()
     return plt.rc_context(STYLE)
@@ -102,7 +102,7 @@ def figure_style() -> AbstractContextManager:
 def _describe_in_notebook() -> None:
     """Make notebooks show figures at twice the resolution, with a folded description below each.
 
-    A description in a picture's metadata alone reaches exports, but JupyterLab doesn't show it.
+    A description that's only in a picture's metadata reaches exports, but JupyterLab doesn't show it.
     """
     if "IPython" not in sys.modules:
         return
@@ -127,7 +127,7 @@ def show_described(fig: Figure) -> None:
 
 
 def described_png(fig: Figure) -> tuple[str, dict[str, Any]] | None:
-    """Return a figure as a base64 PNG, and its metadata: the size to show it at, and its description."""
+    """Return a figure as a base64 PNG, and its metadata: the display size and the description."""
     from IPython.core.pylabtools import retina_figure
 
     shown = retina_figure(fig, base64=True, bbox_inches="tight")

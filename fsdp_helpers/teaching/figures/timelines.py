@@ -80,7 +80,7 @@ def draw_copies(ax: Axes, trace: StepTrace, copies: Sequence[OffloadCopy], units
 
 
 def unit_copies(copies: Sequence[OffloadCopy], units: Sequence[str]) -> list[tuple[str, str, float]]:
-    """Return the unit, direction and time of each group of copies; a group copies each of a unit's parameters once."""
+    """Return the unit, direction and time of each group of copies; a group copies every parameter in a unit once."""
     found: list[tuple[str, str, float]] = []
     names: set[str] = set()  # of the parameters in the last group
     for copy in copies:
@@ -118,7 +118,7 @@ def _color(op: str) -> str:
 
 
 def _name_operations(ax: Axes, collectives: Sequence[Collective]) -> None:
-    """Put a legend of the operations' colors and heights above the axes on the right, next to the title."""
+    """Put a legend with each operation's color and height above the axes on the right, next to the title."""
     colors = {seen.op: _color(seen.op) for seen in collectives}
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     if colors:

@@ -13,7 +13,7 @@ SAME = 1e-4  # nats; summing in fp32 in a different order makes a far smaller di
 
 
 def titled(finding: str, subject: str) -> str:
-    """Put the finding first, and its subject below it; either may be missing."""
+    """Return a title with the finding first and its subject below; both are optional."""
     return "\n".join(line for line in (finding, subject) if line)
 
 
@@ -34,7 +34,7 @@ def _short(value: float) -> str:
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:
-    """State the phase in which a step peaks and its excess over the held bytes; return "" if the step has no phases."""
+    """State in which phase a step peaks, and how far above the held bytes; return "" if it has no phases."""
     if not curve.phases:
         return ""
     peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]

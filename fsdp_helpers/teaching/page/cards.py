@@ -71,7 +71,7 @@ def documented_card(failure: Failure) -> str:
 
 
 def live_card(failure: Failure, plainly: str) -> str:
-    """Return the Markdown above a card that the notebook runs, with the saved output under plain torchrun."""
+    """Return the Markdown above a card that the notebook runs, with the saved output from plain torchrun."""
     return f"### {failure.name}\n\n**{failure.title}.**" + (f" {plainly}" if plainly else "")
 
 

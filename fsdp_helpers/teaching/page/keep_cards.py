@@ -26,7 +26,7 @@ SEEN, WHY, PROOF, UNDER_TORCHRUN = "**What you see**\n\n", "\n\n**Why.**", "**Th
 
 
 def main(arguments: Sequence[str], path: Path = NOTEBOOK) -> None:
-    """Bring the cards in the notebook up to date, and save it after each failure that runs."""
+    """Update the cards in the notebook, and save the notebook after each failure that runs."""
     names = {gallery.find(name).name for name in arguments if not name.startswith("--")}
     again = {failure.name for failure in gallery.RUN} if "--run" in arguments else names
     notebook = nbformat.read(path, as_version=4)

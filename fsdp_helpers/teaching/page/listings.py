@@ -38,7 +38,7 @@ class Listing:
         self.code, self.caption, self.language = code, caption, language
 
     def _repr_html_(self) -> str:
-        """Return the HTML that IPython shows; you can reach the listing, and scroll it, by keyboard."""
+        """Return the HTML that IPython shows; you can reach and scroll the listing by keyboard."""
         caption = escape(self.caption)
         return (
             f'<div style="{FRAME}"><div style="{CAPTION}">{caption}</div>'

@@ -55,7 +55,7 @@ def needed_imports(*objects: Callable | type) -> str:
 
 
 def _imports_from(module: ModuleType, used: set[str]) -> Iterator[str]:
-    """Yield the module's own imports of the names that are `used`, then an import of the names it defines itself."""
+    """Yield the module's imports of the names in `used`, then an import of the names that the module itself defines."""
     own = []
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -151,7 +151,7 @@ def _is_numeric(column: list[str]) -> bool:
 def machine(
     device: str, num_ranks: int, *, data: str | None = None, needs_bytes: int | None = None, fixed: bool = False
 ) -> str:
-    """Set a notebook up on `device` and describe the machine; return the device, "cpu" or "cuda".
+    """Set up a notebook on `device` and describe the machine; return the device, "cpu" or "cuda".
 
     The variable FSDP_DEVICE overrides `device`, unless it's `fixed`. On the CPU, GPUs are hidden from this kernel and
     from every process it starts. The data is prepared, unless `data` says why none is needed. The description

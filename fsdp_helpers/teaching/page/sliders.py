@@ -26,7 +26,7 @@ GREEN, RED = "#15803d", "#dc2626"
 
 
 def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recompute: bool) -> Figure:
-    """Return the verdict for one number of ranks, above a bar for each number of ranks.
+    """Return a figure with a verdict for the chosen number of ranks, above a bar for each number of ranks.
 
     The axis depends only on the model: it ends above the largest device, and above what the fewest ranks need in bf16
     with recomputation.

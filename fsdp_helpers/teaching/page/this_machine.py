@@ -79,7 +79,7 @@ def settle_device(device: str, num_ranks: int, *, fixed: bool = False) -> tuple[
 
 
 def describe_idle(gpus: Gpus, num_ranks: int) -> str:
-    """Return a sentence on idle GPUs and how to use them, or why they can't be used; "" if there are none."""
+    """Return a sentence about idle GPUs: how to use them, or why they can't be used; "" if there are none."""
     if gpus.count == 0:
         return ""
     if gpus.problem:
