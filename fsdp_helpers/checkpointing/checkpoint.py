@@ -240,7 +240,7 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
 
 
 def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the content of `state.pt`. A checkpoint from an earlier version has `state.json` instead, or neither.
+    """Return the content of `state.pt`. A checkpoint from an earlier version has `state.json` instead, or neither file.
 
     `older` has the tensors that an earlier version stored along with the model's tensors.
     """

@@ -51,7 +51,7 @@ def asked_to_stop() -> bool:
 
 
 def check_checkpoints(config: TrainConfig, data_source: str) -> None:
-    """Raise CheckpointError, before any process starts, if this run won't be able to save or to resume."""
+    """Before any process starts, raise CheckpointError if this run won't be able to save or to resume."""
     if config.checkpoint_dir is None:
         return
     folder = Path(config.checkpoint_dir)

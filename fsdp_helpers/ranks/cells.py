@@ -123,7 +123,7 @@ class Cells:
         linecache.cache[CELLS] = (sum(map(len, self.source)), None, self.source, CELLS)
 
     def _count_collectives(self) -> dict[tuple, int]:
-        """Return how many collectives each of this rank's groups has run so far; point-to-point messages don't count."""
+        """Return the number of collectives that each group of this rank has run, without point-to-point messages."""
         return {
             (group.group_name, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
             - self.point_to_point[group.group_name]

@@ -55,7 +55,7 @@ def process_group(
     timeout_s: float | None = None,
     launched: bool = False,
 ) -> Iterator[None]:
-    """Within the block, belong to the group of all ranks: gloo on the CPU, or nccl with one device per rank on CUDA.
+    """Join the group of all ranks until the block ends: gloo on the CPU, or nccl with one device per rank on CUDA.
 
     The default `init_method` reads the rendezvous from the variables that torchrun sets. A collective gives up a little
     before `timeout_s` (half an hour if it's None); the remaining time is for `silent_ranks_named`. `launched` ranks exit

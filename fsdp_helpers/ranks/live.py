@@ -43,7 +43,7 @@ class Ranks(AbstractContextManager):
     seconds (half an hour if it's None); from the first cell that compiles, it gets at least five minutes. The ranks end
     when you call `close()`, at the end of a `with` block, or with this process.
 
-    Raises ValueError, before anything starts, for fewer than one rank, fewer GPUs than ranks, or an unknown device.
+    Before anything starts, raises ValueError for fewer than one rank, fewer GPUs than ranks, or an unknown device.
     """
 
     _processes: Processes | None = None  # while these ranks are open
@@ -251,7 +251,7 @@ class CellOutput:
 
 
 def merge(texts: Mapping[int, str]) -> str:
-    """Merge the ranks' texts: into one copy if they agree, otherwise one after another, each with its rank's name."""
+    """Merge the ranks' texts into one copy if they agree; otherwise, list them one by one with the ranks' names."""
     texts = {rank: without_addresses(text) for rank, text in texts.items()}
     if len(set(texts.values())) <= 1:
         return next(iter(texts.values()), "")

@@ -46,7 +46,7 @@ def train_step(
     clip_norm: float | None = None,
     norms: list[Tensor] | None = None,
 ) -> Tensor:
-    """Take one training step; return the mean loss over this rank's images, before the update.
+    """Take one training step; return the mean loss over this rank's images before the update.
 
     The batch is processed in `micro_batches` equal parts (see `add_up_gradients`). With `clip_norm`, gradients are
     scaled down to at most that norm, and their original norm is appended to `norms`. The named phases cost next to

@@ -795,7 +795,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-    """Return a checkpoint's tensors, without frozen ones, and the optimizer's complete state dict."""
+    """Return a checkpoint's tensors (except frozen tensors) and the optimizer's complete state dict."""
     parameters = {name: one for name, one in loss.model.named_parameters() if one.requires_grad}
     moments = get_optimizer_state_dict(loss, optimizer)
     return {"model": parameters, "optimizer": moments["state"]}, moments
@@ -909,7 +909,7 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
 def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
     """Accumulate the gradient of the batch's mean loss per target token. Return this rank's contribution.
 
-    Each micro-batch's gradients are reduced right away; otherwise, ranks would hold full gradients until the last one.
+    Gradients are reduced after each micro-batch; otherwise, ranks would hold full gradients until the last one.
     """
     num_learned = rows.num_learned(batch)
     total = torch.zeros((), device=device)

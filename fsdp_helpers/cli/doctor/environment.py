@@ -23,7 +23,7 @@ INSTALL = "install again with `make lab`, or `pip install -r requirements.lock` 
 
 
 def python_is_new_enough() -> Outcome:
-    """Compare this interpreter's version with the oldest one we support."""
+    """Compare this interpreter's version with the oldest supported version."""
     version, oldest = platform.python_version(), ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info < OLDEST_PYTHON:
         return Outcome(False, f"{version} is older than {oldest}; make a new environment: `make lab PYTHON=python3.12`")
