@@ -66,7 +66,7 @@ class Flag:
 
 
 def flags(settings: type = TrainConfig) -> Iterator[Flag]:
-    """Yield a flag for each documented field of a dataclass, in the fields' order."""
+    """Yield a flag for each documented field of a dataclass, in field order."""
     for one in fields(settings):
         if "meaning" in one.metadata:
             (kind,) = [kind for kind in get_args(one.type) or (one.type,) if kind is not NoneType]

@@ -47,7 +47,7 @@ VIT_SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's settings for stretching rotary positions to contexts longer than in its first training phase.
+    """Llama 3.1's settings for stretching rotary positions to contexts longer than those in its first training phase.
 
     A pair of values that rotates fewer than `low_freq_factor` times within `original_context` rotates `factor` times
     more slowly; one that rotates more than `high_freq_factor` times doesn't change; in between, the change is gradual.

@@ -191,7 +191,7 @@ def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str]
 
 
 def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
-    """Train and return the record; return None if SIGTERM ended the run early, which rank 0 reports."""
+    """Train and return the record. If SIGTERM ends the run early, rank 0 reports that, and the result is None."""
     try:
         with heeding_sigterm() if config.checkpoint_dir else nullcontext():
             return train_worker(place.rank, place.world_size, config)

@@ -176,7 +176,7 @@ def norm_alone() -> Numbers:
 GROUPS = (
     Failure(
         name="crash-group-twice",
-        title="trying to initialize the default process group twice!",
+        title="trying to initialize the default process group twice",
         why=(
             "Something else has already created the process group: `Accelerator`, a Trainer, Lightning, or a cell "
             "that ran twice."

@@ -183,7 +183,7 @@ MEMORY = (
             "FSDP uses as much memory as DDP; no memory reduction with more GPUs; out of memory although sharded",
             "FSDP takes more memory than expected, or has the same memory usage as without it",
             "full_shard does not work: each GPU holds the total model weights",
-            "no memory saving with FSDP; each GPU uses as much as with DDP; memory doesn't shrink with more GPUs",
+            "no memory savings with FSDP; each GPU uses as much as with DDP; memory doesn't shrink with more GPUs",
             "the whole model is gathered at once; the transformer blocks aren't wrapped",
             "reshard_after_forward=False, SHARD_GRAD_OP or ZeRO-2 keeps all parameters",
             "why does FSDP use the same memory on 2, 4 and 8 GPUs",
@@ -199,7 +199,7 @@ MEMORY = (
         name="memory-default-threshold",
         title="auto_wrap_policy is set, but there's only one unit",
         why=(
-            "By default, FSDP1's `size_based_auto_wrap_policy` makes a unit of any module with at least 100 million "
+            "By default, FSDP1's `size_based_auto_wrap_policy` turns a module into a unit if it has at least 100 million "
             "parameters. In a smaller model, it doesn't make any, and doesn't warn you."
         ),
         tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",

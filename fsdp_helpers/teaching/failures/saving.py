@@ -1,4 +1,4 @@
-"""It saves, but doesn't resume correctly: the resumed run differs."""
+"""Runs that save but don't resume correctly: the resumed run differs from an uninterrupted one."""
 
 import io
 import shutil

@@ -217,7 +217,7 @@ WRAPPED = (
         title="FSDP1 is expected to be in FORWARD_BACKWARD, but the current state is IDLE",
         why=(
             "FSDP1 expects one forward and then one backward through each unit, and it puts its hooks on the tensors "
-            "that it finds in a unit's outputs. It doesn't find them in an object of a class of your own. The order "
+            "that it finds in a unit's outputs. It doesn't find them inside an instance of your own class. The order "
             "also breaks if the loss doesn't use a unit's output, if there are two forwards before a backward, if a "
             "forward runs under `inference_mode`, or if a forward failed and was retried."
         ),

@@ -230,7 +230,7 @@ WRONG = (
             "Each rank takes the mean over its own tokens, and the mean of those means gives a token more weight if "
             "its rank has fewer tokens. Here, one rank has six tokens and the other has two."
         ),
-        tell="Compare the gradient of the first step with that of one process with all tokens.",
+        tell="Compare the first step's gradient with the one that a single process computes from all the tokens.",
         fix="Call `dist.all_reduce(num_tokens)`, then `(loss_sum * world_size / num_tokens).backward()`.",
         numbers=(
             "the loss or the gradient depends on how tokens are shared among the ranks",

@@ -40,7 +40,7 @@ def text_of(page: str) -> str:
 def small_notebook() -> nbformat.NotebookNode:
     attempt = nbformat.v4.new_code_cell("answer = ...", metadata={"tags": ["exercise"]}, outputs=[NOT_YET])
     printing = nbformat.v4.new_code_cell("print(n / 2)", outputs=[nbformat.v4.new_output("stream", text="it is 0.5")])
-    last = nbformat.v4.new_markdown_cell("## What you can now say\n\nA half is a half.")
+    last = nbformat.v4.new_markdown_cell("## What you can now explain\n\nA half is a half.")
     title = nbformat.v4.new_markdown_cell("# 20 · Halves")
     return nbformat.v4.new_notebook(cells=[title, printing, *exercise(), attempt, last])
 

@@ -64,9 +64,9 @@ def test_a_table_has_no_links_and_goes_on_under_the_same_head():
 
 
 def test_text_is_shown_without_its_folds():
-    text = "## What you can now say\n\n- This.\n\n<details><summary>Answers</summary>No.</details>"
+    text = "## What you can now explain\n\n- This.\n\n<details><summary>Answers</summary>No.</details>"
     ((heading, kind, said),) = shown(markdown(text, **SLIDE))
-    assert (heading, kind, said.strip()) == ("What you can now say", "words", "This.")
+    assert (heading, kind, said.strip()) == ("What you can now explain", "words", "This.")
 
 
 def test_no_text_of_a_figure_is_smaller_than_the_style_says():
