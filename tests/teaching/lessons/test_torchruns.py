@@ -120,7 +120,7 @@ def test_step_times_are_drawn_as_measured(bandwidth):
     told = ", ".join(f"{1e3 * row['step_s']:,.4g} at {row['bits_per_s'] / 1e6:,.0f}" for row in bandwidth["rates"][1:])
     assert f"measured: {told}." in describe(fig)
     assert "Mbit/s" in ax.get_xlabel() and "ms" in ax.get_ylabel()
-    key = [text.get_text() for text in ax.get_legend().get_texts()]
+    key = [text.get_text() for text in fig.legends[0].get_texts()]
     assert key == ["measured", plots.BAND, "sent bytes / bandwidth", "measured, unlimited"]
     fig.canvas.draw()  # times are numbers, not powers of ten
     assert {"100", "200", "500"} <= {label.get_text() for label in ax.get_yticklabels()}
