@@ -42,7 +42,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     peak_bytes = small_rank_peak(images)
     expect(
         peak_bytes <= (1 + TOLERANCE) * SMALL_GB * GB,
-        f"with your {images} images, one real rank of {SMALL_RANKS} peaks at {format_bytes(peak_bytes)}, above its "
+        f"with your {images} images, one real rank of {SMALL_RANKS} peaks at {format_bytes(peak_bytes)}, above the limit of "
         f"{format_bytes(round(SMALL_GB * GB))}",
     )
     return (
