@@ -18,9 +18,8 @@ from fsdp_helpers.ranks import server
 from fsdp_helpers.ranks.errors import Answer, Failure, describe_error
 from fsdp_helpers.ranks.stacks import write_on_request
 
-Send = Callable[
-    [str, Any], None
-]  # send("answer", an Answer), or send("note", something to tell the parent in the meantime)
+# send("answer", an Answer), or send("note", something to tell the parent in the meantime)
+Send = Callable[[str, Any], None]
 
 
 def run_rank(

@@ -77,7 +77,8 @@ def test_no_text_of_a_figure_is_smaller_than_the_style_says():
 def text_sizes_px(section):
     """Return the size of the smallest text in each of a slide's plots: as large as the slide's width and height allow.
 
-    A saved plot has 220 pixels per inch, and no text in it is smaller than the style's font size.
+    A saved plot has 220 pixels per inch, and no text in it is smaller than the style's font size. The room is what the
+    paddings and the heading in `styles/slides.css` leave.
     """
     heading = section.find("h2")
     room_px = 720 - 26 - 40 - (12 + 39 * math.ceil(len(heading.get_text()) / 58) if heading else 0)
