@@ -148,7 +148,7 @@ class RunCheckpoints:
                 checkpoint_folder.keep_newest(folder, self._keep_last)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"{folder}: no checkpoint of step {self.step} ({error}); older ones are kept"
+                f"{folder}: no checkpoint for step {self.step} ({error}); older checkpoints are kept"
             ) from error
 
 

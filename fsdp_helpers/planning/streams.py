@@ -15,7 +15,7 @@ AT_START, AT_END = "start", "end"  # when a collective is issued: at the start o
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task that a rank has in a step: arithmetic or a collective."""
+    """One of a rank's tasks in a step: arithmetic or a collective."""
 
     queue: str
     what: str  # "forward", "backward", or the name of a collective
