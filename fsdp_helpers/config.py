@@ -90,8 +90,8 @@ class TrainConfig:
     global_batch_size: int = setting(256, "images per step, over all ranks", at_least_one=True, changes_losses=True)
     learning_rate: float = setting(1e-3, "Adam's learning rate", changes_losses=True)
     seed: int = setting(0, "seed for the initial values, the order of images, and dropout", changes_losses=True)
-    train_images: int | None = setting(None, "train on the first N images only", at_least_one=True, changes_losses=True)
-    test_images: int | None = setting(None, "test on the first N images only", at_least_one=True)
+    train_images: int | None = setting(None, "train on only the first N images", at_least_one=True, changes_losses=True)
+    test_images: int | None = setting(None, "test on only the first N images", at_least_one=True)
     dropout: bool = setting(
         True, "train without dropout, for example to compare one process with many", changes_losses=True
     )

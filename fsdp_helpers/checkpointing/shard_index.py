@@ -80,8 +80,8 @@ class ShardEntry:
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
     """Return an entry for every tensor in a sharded checkpoint: parameters, optimizer state, random state.
 
-    This reads only the index. Raises CheckpointError if it's damaged, names files in another folder, or lists anything
-    but tensors.
+    This reads only the index. Raises CheckpointError if the index is damaged, names files in another folder, or lists
+    anything but tensors.
     """
     return _tensor_entries(checkpoint, SafeReader(checkpoint).read_metadata())
 

@@ -326,7 +326,7 @@ def _mlp_shapes(shape: LlamaShape) -> Shapes:
 def _experts_shapes(width: int, experts: Experts) -> Shapes:
     """Return the expert shapes: one parameter per kind of matrix, with the rows of all experts, sharded by row.
 
-    By default, torch shards along the expert dimension. With more ranks than experts, it needs a
+    By default, torch shards along the expert dimension. With more ranks than experts, torch needs a
     `shard_placement_fn` to shard by rows.
     """
     rows, hidden, shared = experts.number * experts.width, experts.width, experts.shared_width
