@@ -5,17 +5,18 @@ from chapters import Chapter
 
 CELLS = [
     *("second-step", "fsdp", "checkpointed", "other-order", "selective", "bf16", "masters", "dtypes"),
-    *("in-parts", "same-gradient", "by-parts", "clipping", "cell-43"),
+    *("in-parts", "same-gradient", "by-parts", "clipping"),
 ]
 
 
 @pytest.fixture(scope="module")
 def chapter(tmp_path_factory):
-    """The chapter with all its cells run, on a quarter of the images."""
+    """The chapter with its cells run on a quarter of the images, and on one in bf16, in which some CPUs are slow."""
     with Chapter("07", tmp_path_factory.mktemp("chapter") / "07") as chapter:
         chapter.run_all(chapter.set_up_cells())
         chapter.shrink("second-step", ("randn(64,", "randn(16,"), ("arange(64)", "arange(16)"))
-        chapter.shrink("masters", ("range(10)", "range(2)"))
+        chapter.shrink("bf16", ("reduce_dtype=torch.float32))[1]", "reduce_dtype=torch.float32), num_images=1)[1]"))
+        chapter.shrink("masters", ("range(5)", "range(1)"))
         chapter.run_all(CELLS)
         yield chapter
 
@@ -30,8 +31,9 @@ def peak_bytes(chapter, name):
 
 @pytest.mark.long
 def test_a_cell_run_again_gives_the_same_output(chapter):
-    assert chapter.ranks_cells() == CELLS
-    chapter.run_twice(CELLS)
+    ids = [*CELLS, "cell-43"]
+    assert chapter.ranks_cells() == ids
+    chapter.run_twice(ids)
     assert chapter.others() == []
 
 
