@@ -210,7 +210,7 @@ AGENTS = (
             "counted as part of this job."
         ),
         tell=(
-            "The message shows both counts. If `worker_count` is below `world_size`, ranks are missing. If it's "
+            "If the message's `worker_count` is below its `world_size`, ranks are missing. If `worker_count` is "
             "larger, two jobs share an address and port, or this job reuses an old `--rdzv-id` or file store."
         ),
         fix=(
@@ -344,7 +344,7 @@ AGENTS = (
     ),
     Failure(
         name="crash-rendezvous-closed",
-        title="RendezvousClosedError, or a node that joins too late",
+        title="RendezvousClosedError, or a node joins too late",
         why=(
             "torchrun's agents find each other through a rendezvous ID. Once one node has finished or failed, it "
             "closes the rendezvous, and any node that restarts or arrives later finds it closed. Reusing an old job's "

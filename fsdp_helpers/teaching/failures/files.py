@@ -278,7 +278,7 @@ FILES = (
     ),
     Failure(
         name="save-shared-folder",
-        title="Half of the checkpoint's files are on a different node",
+        title="Half of the checkpoint files are on a different node",
         why=(
             "In a sharded save, each rank writes its own files, and rank 0 also writes `.metadata`. With local disks, "
             "each node ends up with only its own ranks' files. On a network disk, new files and folders may show up "

@@ -207,8 +207,8 @@ GROUPS = (
         name="crash-mesh-size",
         title="The mesh's size doesn't match the number of ranks",
         why=(
-            "The product of the mesh's dimensions has to be the world size. If you ask for a mesh of eight and the job "
-            "has one rank, you forgot to use torchrun."
+            "The product of the mesh's dimensions has to be the world size. If you ask for a mesh of eight ranks and "
+            "the job has one, you forgot to use torchrun."
         ),
         tell="Print `dist.get_world_size()` and the mesh's shape.",
         fix=(

@@ -143,7 +143,7 @@ def one_line() -> Numbers:
 RECIPES = (
     Failure(
         name="wrong-schedule-steps",
-        title="The schedule runs N times too fast, or too slowly",
+        title="The schedule runs N times too fast or too slowly",
         why=(
             "In every training step, accelerate's scheduler steps once per process, as if the data weren't split "
             "across ranks. A schedule made for the sharded loader's length therefore ends after 1/N of the training. "

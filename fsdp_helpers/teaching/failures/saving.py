@@ -484,8 +484,8 @@ SAVING = (
         name="save-batch-size-changed",
         title="After resuming with a different batch size, some images are seen twice",
         why=(
-            "The checkpoint stores the number of steps. That number times the new batch size isn't the number of "
-            "images seen."
+            "The checkpoint stores the number of steps. Once the batch size has changed, that number no longer tells "
+            "you how many images have been seen."
         ),
         tell="Check whether the number of steps times the batch size equals the number of images seen.",
         fix="Save the number of images seen instead of the number of steps, or refuse a different batch size.",

@@ -396,7 +396,7 @@ SLOW = (
         why=(
             "DDP's buckets store each gradient in its parameter's layout. A gradient that arrives in a different "
             "layout (after `transpose` or `permute`, in 1 x 1 convolutions, with `channels_last` images and a model in "
-            "a different layout) is copied once more in every step."
+            "a different layout) is copied an extra time in every step."
         ),
         tell="It's only a warning; the results are right. The message shows the parameter's sizes and strides.",
         fix=(

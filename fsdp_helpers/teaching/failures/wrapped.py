@@ -452,7 +452,7 @@ WRAPPED = (
     ),
     Failure(
         name="crash-compile-and-fsdp",
-        title="torch.compile around or inside FSDP",
+        title="torch.compile fails around or inside FSDP",
         why=(
             "FSDP's hooks unshard and reshard parameters, which the compiler can't trace. The compiler breaks the "
             "graph there (an error with `fullgraph=True`), or it fails because a tensor's `.data` has changed. With "

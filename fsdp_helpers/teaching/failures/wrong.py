@@ -330,10 +330,10 @@ WRONG = (
         title="Convergence is a little worse than in one process",
         why=(
             "Up to PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` also reduces gradients in bf16, "
-            "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still uses bf16. The more "
-            "ranks there are, the more is lost to rounding."
+            "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still reduces in bf16. The "
+            "more ranks there are, the more is lost to rounding."
         ),
-        tell="Compare one step's gradient norm with the norm in fp32. Here, they differ in the fourth digit.",
+        tell="Compare one step's gradient norm with the fp32 norm. Here, they differ in the fourth digit.",
         fix=(
             "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. This doubles the "
             "number of bytes that are reduced."
