@@ -177,7 +177,7 @@ def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
 def run_readers_loop(
     rank: int, world_size: int, module: str, folder: str, is_killed: bool
 ) -> tuple[dict[int, float], list[float]]:
-    """Return the losses by step in the reader's loop, and the losses of an uninterrupted run in one process.
+    """Return the losses by step from the reader's loop, and the losses of an uninterrupted run in one process.
 
     If `is_killed` is true, all ranks exit during the save after KILLED_AFTER steps. If that save doesn't use DCP or
     `torch.save`, they exit in a step soon after it.

@@ -237,7 +237,7 @@ def step_times_s(run: DimensionedRun) -> tuple[float, float]:
     """Return the arithmetic time and the communication time of a step in seconds, assuming no overlap.
 
     A node's ranks are next to each other along the inner dimensions: a dimension stays on NVLink as long as the product
-    of the degrees up to and including it is at most the number of GPUs in a node.
+    of the degrees up to and including its own is at most a node's number of GPUs.
     """
     tokens = run.sequences * run.data * LENGTH
     arithmetic_s = 6 * run.params * tokens / NUM_GPUS / FLOPS_PER_S

@@ -139,7 +139,7 @@ def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, res
 
 
 def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
-    """Return a run's losses over the global batch: the mean of its replicas' losses (their shares are equal)."""
+    """Return a run's losses over the global batch: the mean of its replicas' losses (batch sizes are equal)."""
     return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
 
 

@@ -114,7 +114,7 @@ def predictions(
 ) -> Markdown:
     """Show formulas next to their predictions, the measurements, and the ratios of the two.
 
-    Each row has a label, the formula as text, and the predicted and the measured number, both in `unit`. `what` and
+    Each row has a label, the formula as text, and the predicted and measured numbers, both in `unit`. `what` and
     `formula` are the headings of the first two columns.
     """
     headers = [what, formula, f"predicted {unit}", f"measured {unit}", "measured / predicted"]
@@ -128,7 +128,7 @@ def predictions(
 
 
 def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
-    """Show the terms that add up to a predicted peak, their sum, and below it the measured peak."""
+    """Show the terms that add up to a predicted peak, their sum, and the measured peak in the last row."""
     rows = [[term, formula, f"{size:,}"] for term, formula, size in peak.rows()]
     rows.append(["**sum**", "", f"**{peak.bytes:,}**"])
     rows.append(["measured", f"ratio {measured_bytes / peak.bytes:.4f}", f"{measured_bytes:,}"])
