@@ -66,7 +66,7 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
     )
     expect(
         found.forward == ["all_reduce"],
-        f"{says}forward runs {_named(found.forward)}; one all-reduce is enough",
+        f"{says}forward runs {_named(found.forward)}; it needs one all-reduce",
     )
     expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses don't match a single-process run")
     expect(
@@ -76,7 +76,7 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
     expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
     expect(
         found.backward == ["all_reduce"],
-        f"{says}backward runs {_named(found.backward)}; one all-reduce is enough",
+        f"{says}backward runs {_named(found.backward)}; it needs one all-reduce",
     )
 
 

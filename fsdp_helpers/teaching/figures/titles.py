@@ -13,7 +13,7 @@ SAME = 1e-4  # nats; summing in fp32 in a different order makes a far smaller di
 
 
 def titled(finding: str, subject: str) -> str:
-    """Return a title with the finding first and its subject below; both are optional."""
+    """Return a title with the finding first and its subject below; either may be empty."""
     return "\n".join(line for line in (finding, subject) if line)
 
 

@@ -81,7 +81,7 @@ def run_script(
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
     """Merge all replica files into one safetensors file of full tensors, using the library's command; return its path.
 
-    Its tensors have the plain model's names, as in the files that `fsdp_helpers.consolidate` writes. Raises the same
+    The tensors have the plain model's names, as in the files that `fsdp_helpers.consolidate` writes. Raises the same
     errors as `run_script`.
     """
     module = "torch_xla.distributed.fsdp.consolidate_sharded_ckpts"

@@ -153,7 +153,7 @@ def machine(
 ) -> str:
     """Set up a notebook on `device` and describe the machine; return the device, "cpu" or "cuda".
 
-    The variable FSDP_DEVICE overrides `device`, unless it's `fixed`. On the CPU, GPUs are hidden from this kernel and
+    The variable FSDP_DEVICE overrides `device` unless `fixed` is true. On the CPU, GPUs are hidden from this kernel and
     from every process it starts. The data is prepared, unless `data` says why none is needed. The description
     lists versions, device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle
     GPUs. Raises ValueError for "cuda" if there are too few GPUs or torch can't use them.

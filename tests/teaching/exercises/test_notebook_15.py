@@ -38,7 +38,7 @@ class TestSplitMLP(BuildTestsOnRanks):
         (BIAS_INSIDE, "the losses don't match a single-process run: .* in step 1$"),
         ([NO_ENTER], "the input gradient, which the layers below need, doesn't match a single-process run"),
         ([(".chunk(size)[rank]", ""), (".chunk(size, dim=1)[rank]", "")], "your MLP keeps .* values; a rank's part of both weights"),
-        ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward runs no collective; one all-reduce is enough"),
+        ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward runs no collective; it needs one all-reduce"),
         ([("        return total, None", "        return total / 2, None")], "the input gradient"),
         ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses don't match a single-process run"),
         ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward runs all-reduce, all-reduce; one"),
@@ -53,7 +53,7 @@ class TestSplitMLP(BuildTestsOnRanks):
     def test_a_gather_is_not_an_all_reduce(self, write):
         code = self.changed()
         write(code[: code.index("    def forward(self, x):")] + GATHER)
-        self.refuse("forward runs all-gather; one all-reduce is enough")
+        self.refuse("forward runs all-gather; it needs one all-reduce")
 
 
 class TestLabels(BuildTests):
