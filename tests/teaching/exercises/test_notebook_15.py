@@ -41,7 +41,7 @@ class TestSplitMLP(BuildTestsOnRanks):
         ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward runs no collective; it needs one all-reduce"),
         ([("        return total, None", "        return total / 2, None")], "the input gradient"),
         ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses don't match a single-process run"),
-        ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward runs all-reduce, all-reduce; one"),
+        ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward runs all-reduce, all-reduce; it"),
         ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP creates an object of type NoneType; it should be an nn.Module"),
     ]  # fmt: skip
 
