@@ -326,13 +326,13 @@ CRASHES = (
         name="crash-container",
         title="fully_shard does not support containers that do not implement forward",
         why=(
-            "A unit is unsharded when its forward is called. A `ModuleList` or `ModuleDict` doesn't have a forward, "
-            "because the model calls the modules in it directly."
+            "A unit is unsharded when its `forward` is called. A `ModuleList` or `ModuleDict` doesn't have a "
+            "`forward`, because the model calls the modules in it directly."
         ),
         tell="The message names the container.",
         fix=(
-            "Shard the modules in the list, not the list. Use `for block in model.layers: fully_shard(block)` instead "
-            "of `fully_shard(model.layers)`."
+            "Shard the modules in the list, not the list itself. Use `for block in model.layers: fully_shard(block)` "
+            "instead of `fully_shard(model.layers)`."
         ),
         messages=("does not support containers that do not implement forward",),
         behavior=("fully_shard of a ModuleList, ModuleDict or of model.layers fails",),
@@ -348,8 +348,8 @@ CRASHES = (
         name="crash-frozen-flat",
         title="Must flatten tensors with uniform requires_grad",
         why=(
-            "FSDP1 flattens all of a unit's parameters into a single one, which either requires gradients or doesn't. "
-            "So a frozen layer and a trained layer can't be in the same unit."
+            "FSDP1 flattens all of a unit's parameters into a single parameter, which either requires gradients or "
+            "doesn't. So a frozen layer and a trained layer can't be in the same unit."
         ),
         tell=(
             "The error is raised while the model is being wrapped, before the first step. FSDP2 doesn't have this "
@@ -380,8 +380,8 @@ CRASHES = (
         name="crash-encoder-fast-path",
         title="Training works, but evaluation fails inside nn.TransformerEncoderLayer",
         why=(
-            "In evaluation, PyTorch's encoder layer takes a fast path, which reads the weights of its inner layers "
-            "instead of calling them. If the inner layers are FSDP1 units, their weights are empty or flat at that "
+            "In evaluation, PyTorch's encoder layer takes a fast path that reads its inner layers' weights instead "
+            "of calling the layers. If the inner layers are FSDP1 units, their weights are empty or flat at that "
             "point."
         ),
         tell=(

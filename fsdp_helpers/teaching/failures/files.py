@@ -180,13 +180,13 @@ FILES = (
             "`torch.load` and `from_pretrained` expect a single file, or safetensors."
         ),
         tell=(
-            "The folder contains `__0_0.distcp`, or it's named `pytorch_model_fsdp_0` or `global_step`. If there's no "
-            "`.metadata` in it, the save never finished."
+            "The folder contains `__0_0.distcp`, or the folder is named `pytorch_model_fsdp_0` or `global_step`. If "
+            "the folder has no `.metadata` file, the save never finished."
         ),
         fix=(
-            "Convert it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER model.pt`, "
-            "`accelerate merge-weights FOLDER OUT`, or `python -m fsdp_helpers consolidate`. To continue training, "
-            "use `dcp.load`."
+            "Convert the folder with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER "
+            "model.pt`, `accelerate merge-weights FOLDER OUT`, or `python -m fsdp_helpers consolidate`. To continue "
+            "training, use `dcp.load`."
         ),
         messages=("IsADirectoryError",),
         behavior=(
@@ -278,15 +278,15 @@ FILES = (
     ),
     Failure(
         name="save-shared-folder",
-        title="Half of the checkpoint's files are on a different node",
+        title="Half of the checkpoint files are on a different node",
         why=(
             "In a sharded save, each rank writes its own files, and rank 0 also writes `.metadata`. With local disks, "
             "each node ends up with only its own ranks' files. On a network disk, new files and folders may show up "
             "late on other nodes."
         ),
         tell=(
-            "List the folder on each node. The *No such file* error names a file that another rank wrote. On a single "
-            "node, it works."
+            "List the folder on each node. The *No such file* error names a file that another rank wrote. The same run "
+            "works on a single node."
         ),
         fix=(
             "Save to a disk that all nodes share. Call `os.makedirs(folder, exist_ok=True)` on every rank, and "

@@ -296,12 +296,12 @@ HANGS = (
         name="hang-local-decision",
         title="Each rank decides for itself when to stop or to save",
         why=(
-            "With early stopping, *save if it's the best so far*, a time limit or a signal handler, each rank decides by "
-            "a number of its own, such as the loss on its own validation images. `dist.reduce` gives the sum only to "
-            "rank 0. One rank leaves the loop, or starts to save, and the others wait for it."
+            "With early stopping, *save if it's the best so far*, a time limit or a signal handler, each rank decides "
+            "based on its own numbers, such as the loss on its validation images. `dist.reduce` gives only rank 0 the "
+            "sum. One rank leaves the loop or starts to save, while the others wait for it."
         ),
         tell=(
-            "It hangs only now and then, after good epochs, and never if you save after every epoch. Print the "
+            "The run hangs only now and then, after good epochs, and never if you save after every epoch. Print the "
             "decision on each rank."
         ),
         fix=(
@@ -392,7 +392,7 @@ HANGS = (
     ),
     Failure(
         name="hang-default-timeout",
-        title="After half an hour, a timeout that doesn't say who is missing",
+        title="A timeout after half an hour doesn't name the missing rank",
         why=(
             "By default, a collective gives up after 30 minutes, and its message contains the time in milliseconds "
             "but not the rank that's missing. Here, the limit is two seconds."

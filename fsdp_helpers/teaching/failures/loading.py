@@ -224,13 +224,13 @@ LOADING = (
         name="save-one-ranks-shards",
         title="The saved file is too small and doesn't load: size mismatch",
         why=(
-            "On each rank, a sharded model's tensors are that rank's shards, so the file that rank 0 writes has only "
-            "its own shard of each tensor. FSDP1's flat tensors and ZeRO-3's are even empty (`torch.Size([0])`) "
-            "unless they've been unsharded."
+            "On each rank, a sharded model's tensors are that rank's shards, so the file that rank 0 writes contains "
+            "only rank 0's shard of each tensor. Tensors in FSDP1 and ZeRO-3 are even empty (`torch.Size([0])`) unless "
+            "they've been unsharded."
         ),
         tell=(
-            "The file has 1/N of the model's bytes, or a few hundred kB. The message says *copying a param with "
-            "shape*, and the first dimension is a fraction of the right one, or 0."
+            "The file is 1/N as large as the model, or only a few hundred kB. The message contains *copying a param "
+            "with shape*, and the first dimension in it is a fraction of the right one, or 0."
         ),
         fix=(
             "Call `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` on "
@@ -279,11 +279,11 @@ LOADING = (
         title="The host runs out of memory while the model is loaded",
         why=(
             "Each rank reads the full model before it keeps its shard, so eight ranks on one machine need host memory "
-            "for eight models. Linux then kills one of the processes, which can't print a message anymore."
+            "for eight models. Linux then kills one of the processes, which can no longer print a message."
         ),
         tell=(
-            "torchrun reports exit code -9, and `dmesg` says that a process ran out of memory. It happens before the "
-            "first step."
+            "torchrun reports exit code -9, and `dmesg` reports that a process ran out of memory. The kill comes "
+            "before the first step."
         ),
         fix=(
             "Read the weights on rank 0 alone, with the model on the meta device on all other ranks, and call "
@@ -338,10 +338,10 @@ LOADING = (
         title="Loading succeeds, but the model is untrained",
         why=(
             "With `strict=False`, names that don't match are skipped. `torch.compile` puts `_orig_mod.` in front of "
-            "every name, and DDP puts `module.` there, so all names are skipped, without an error."
+            "every name, and DDP adds `module.`, so all names are skipped without an error."
         ),
         tell=(
-            "Print what `load_state_dict` returns: every key of the model is missing, and every key of the file is "
+            "Print what `load_state_dict` returns: every key in the model is missing, and every key in the file is "
             "unexpected. The first loss is that of an untrained model."
         ),
         fix=(
@@ -411,8 +411,8 @@ LOADING = (
         name="crash-meta-tensor",
         title="Cannot copy out of meta tensor; no data!",
         why=(
-            "A model built on the meta device has shapes but no values, so there's nothing to copy. If you use it as "
-            "it is, it fails with *is not on the expected device meta* or, if it's sharded, with *should be "
+            "A model built on the meta device has shapes but no values, so there's nothing to copy. If you use such a "
+            "model as it is, it fails with *is not on the expected device meta* or, if it's sharded, with *should be "
             "materialized from meta device*."
         ),
         tell="`[name for name, p in model.named_parameters() if p.is_meta]` isn't empty.",
@@ -453,10 +453,10 @@ LOADING = (
     ),
     Failure(
         name="wrong-schedule-per-rank",
-        title="Each rank steps with a different learning rate",
+        title="Each rank uses a different learning rate",
         why=(
-            "A schedule starts from the optimizer's `initial_lr`. With `broadcast_from_rank0`, only rank 0 gets it, "
-            "and the other ranks use the current learning rate instead. No error is raised."
+            "A schedule starts from the optimizer's `initial_lr`. With `broadcast_from_rank0`, only rank 0 gets this "
+            "value, and the other ranks use the current learning rate instead. No error is raised."
         ),
         tell="Log the learning rate of every rank, not only rank 0's.",
         fix=(
@@ -478,8 +478,8 @@ LOADING = (
         ),
         tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` lists the scalars.",
         fix=(
-            "Make it a vector with one element, `nn.Parameter(torch.ones(1))`, and reshape it once in old "
-            "checkpoints, with `tensor.reshape(1)`. If a parameter isn't contiguous, use `parameter.data = "
+            "Make it a vector with one element, `nn.Parameter(torch.ones(1))`, and reshape it once in old checkpoints, "
+            "with `tensor.reshape(1)`. If a parameter isn't contiguous, use `parameter.data = "
             "parameter.data.contiguous()`."
         ),
         messages=("fully_shard doesn't support scalar parameters",),

@@ -161,7 +161,7 @@ def inputs_of_blocks() -> Numbers:
 MEMORY = (
     Failure(
         name="memory-root-only",
-        title="fully_shard doesn't lower the peak",
+        title="fully_shard doesn't lower peak memory",
         why=(
             "`fully_shard(model)` on its own makes the entire model one unit. It's all-gathered before the first "
             "layer, so every rank holds all parameters during forward and backward."
@@ -199,10 +199,10 @@ MEMORY = (
         name="memory-default-threshold",
         title="auto_wrap_policy is set, but there's only one unit",
         why=(
-            "By default, FSDP1's `size_based_auto_wrap_policy` turns a module into a unit if it has at least 100 million "
-            "parameters. In a smaller model, it doesn't make any, and doesn't warn you."
+            "By default, FSDP1's `size_based_auto_wrap_policy` turns a module into a unit if it has at least 100 "
+            "million parameters. In a smaller model, the policy makes no units inside the root, and you get no warning."
         ),
-        tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there is one.",
+        tell="Print the model, or count the `FullyShardedDataParallel` modules in it: there's only one.",
         fix=(
             "Pass a `min_num_params` that suits your model or, better, name the class of your blocks with "
             "`ModuleWrapPolicy`."
@@ -246,10 +246,10 @@ MEMORY = (
         name="memory-full-state-dict",
         title="Training fits in memory, but saving doesn't",
         why=(
-            "`full_state_dict=True` without `cpu_offload=True` gives every rank the full model at once and keeps it "
+            "`full_state_dict=True` without `cpu_offload=True` gives every rank a full copy of the model and keeps it "
             "on the GPU."
         ),
-        tell="All ranks run out of memory on the line that saves.",
+        tell="All ranks run out of memory on the line that saves the model.",
         fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
         behavior=(
             "out of memory when the model is saved: after the last epoch, in a checkpoint, in the full state dict",
@@ -284,8 +284,8 @@ MEMORY = (
         name="memory-activations",
         title="Out of memory in the first steps, even though everything is sharded",
         why=(
-            "Sharding divides the parameters, the gradients and the optimizer's state, but not the rest. Activations "
-            "grow with the batch and the sequence length, and the logits with the vocabulary. Each unit is "
+            "Sharding divides the parameters, the gradients and the optimizer's state, but nothing else. Activations "
+            "grow with the batch and the sequence length, and logits grow with the vocabulary. Each unit is "
             "all-gathered in full on every rank, and Adam's state isn't allocated until the first step."
         ),
         tell=(

@@ -327,10 +327,10 @@ SAVING = (
         name="save-missing-key",
         title="Missing key in checkpoint state_dict",
         why=(
-            "`dcp.load` needs every entry of the dictionary that it fills. Either the checkpoint has the entry under "
-            "a different name (by number, with a prefix, nested differently), or it doesn't have it at all. For "
+            "`dcp.load` needs every entry of the dictionary that it fills. Either the checkpoint has the entry under a "
+            "different name (by number, with a prefix, nested differently), or doesn't have the entry at all. For "
             "example, Adam has no moments for a parameter that hasn't had a gradient yet, such as a head that's used "
-            "later, but a new optimizer asks for them."
+            "later, but a new optimizer asks for those moments."
         ),
         tell=(
             "`sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)` lists the names in the "
@@ -374,7 +374,7 @@ SAVING = (
     ),
     Failure(
         name="save-schedule-lost",
-        title="After resuming, the learning rate starts over at that of the first step",
+        title="After resuming, the learning rate starts over",
         why=(
             "The schedule has its own step counter. If it isn't saved, the next job warms up, or decays, from the "
             "beginning."
@@ -446,10 +446,10 @@ SAVING = (
         name="save-module-prefix",
         title="Missing key(s) in state_dict",
         why=(
-            "DDP is a module around yours, so its parameter names begin with `module.`. `torch.compile` and "
-            "activation checkpointing add prefixes of their own."
+            "DDP wraps your model in a module, so parameter names begin with `module.`. `torch.compile` and activation "
+            "checkpointing add their own prefixes."
         ),
-        tell="The message lists the same names twice, once as missing and once, with a prefix, as unexpected.",
+        tell="The message lists each name twice: once as missing and once, with a prefix, as unexpected.",
         fix="Save `model.module.state_dict()`, or `get_model_state_dict(model)`, which removes all these prefixes.",
         messages=(
             "Missing key(s) in state_dict",
@@ -484,10 +484,10 @@ SAVING = (
         name="save-batch-size-changed",
         title="After resuming with a different batch size, some images are seen twice",
         why=(
-            "The checkpoint stores the number of steps, and that number times the new batch size isn't where the data "
-            "stopped."
+            "The checkpoint stores the number of steps. Once the batch size has changed, that number no longer tells "
+            "you how many images have been seen."
         ),
-        tell="Check that steps done times batch size equals the number of images seen.",
+        tell="Check whether the number of steps times the batch size equals the number of images seen.",
         fix="Save the number of images seen instead of the number of steps, or refuse a different batch size.",
         numbers=("images seen twice, or not at all, after a resume with a different batch size",),
         behavior=(
@@ -502,7 +502,7 @@ SAVING = (
     ),
     Failure(
         name="save-average-lost",
-        title="The averaged weights score well, but the file has different ones",
+        title="The averaged weights score well, but the saved file contains different weights",
         why=(
             "The root unit stays unsharded after a forward, since a backward usually follows. After an evaluation, "
             "there's no backward, so swapping in the averages (EMA) changes the unsharded copy. The next forward uses "

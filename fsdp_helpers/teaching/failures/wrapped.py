@@ -216,13 +216,13 @@ WRAPPED = (
         name="crash-training-state",
         title="FSDP1 is expected to be in FORWARD_BACKWARD, but the current state is IDLE",
         why=(
-            "FSDP1 expects one forward and then one backward through each unit, and it puts its hooks on the tensors "
-            "that it finds in a unit's outputs. It doesn't find them inside an instance of your own class. The order "
-            "also breaks if the loss doesn't use a unit's output, if there are two forwards before a backward, if a "
-            "forward runs under `inference_mode`, or if a forward failed and was retried."
+            "FSDP1 expects one forward pass and then one backward pass through each unit, and it puts its hooks on the "
+            "tensors that it finds in a unit's outputs. It doesn't find tensors inside an instance of your own class. "
+            "The order also breaks if the loss doesn't use a unit's output, if there are two forward passes before a "
+            "backward pass, if a forward pass runs under `inference_mode`, or if one failed and was retried."
         ),
         tell=(
-            "Remove the object around the outputs, the second forward, the frozen or unused branch, or "
+            "Remove the object around the outputs, the second forward pass, the frozen or unused branch, or "
             "`auto_find_batch_size`, and see whether the error goes away. The first error in the log may be an "
             "out-of-memory error that was caught."
         ),
@@ -347,9 +347,9 @@ WRAPPED = (
         name="crash-accumulation-flag",
         title="Accumulation ends inside no_sync, or the flag is set too late",
         why=(
-            "`no_sync` and `require_backward_grad_sync` also matter in the *forward*. If the last micro-batch's "
-            "forward is still inside `no_sync`, its gradients aren't reduced. With DDP, the ranks drift apart without "
-            "an error. With FSDP1, the full gradients don't match the shards' shapes in `step`."
+            "`no_sync` and `require_backward_grad_sync` also matter in the *forward pass*. If the last micro-batch's "
+            "forward pass is still inside `no_sync`, its gradients aren't reduced. With DDP, the ranks drift apart "
+            "without an error. With FSDP1, the full gradients don't match the shards' shapes in `step`."
         ),
         tell=(
             "With one micro-batch per step, the numbers are right. Compare `p.grad` across ranks after the last "
@@ -358,7 +358,7 @@ WRAPPED = (
         fix=(
             "Write `with model.no_sync() if not is_last else nullcontext(): loss = model(batch); loss.backward()`, "
             "with forward *and* backward inside. With FSDP2, call `model.set_requires_gradient_sync(is_last)` before "
-            "the forward."
+            "the forward pass."
         ),
         messages=("must match the size of tensor b",),
         behavior=(
@@ -452,13 +452,13 @@ WRAPPED = (
     ),
     Failure(
         name="crash-compile-and-fsdp",
-        title="torch.compile around or inside FSDP",
+        title="torch.compile fails around or inside FSDP",
         why=(
-            "FSDP's hooks unshard and reshard parameters, which the compiler can't trace. It breaks the graph there "
-            "(with `fullgraph=True`, that's an error), or it fails because a `.data` has changed. With FSDP1's flat "
-            "parameters, all the tensors change."
+            "FSDP's hooks unshard and reshard parameters, which the compiler can't trace. The compiler breaks the "
+            "graph there (an error with `fullgraph=True`), or it fails because a tensor's `.data` has changed. With "
+            "FSDP1's flat parameters, all the tensors change."
         ),
-        tell="Without `torch.compile`, it runs. `TORCH_LOGS=graph_breaks` prints where the graph breaks.",
+        tell="The same run works without `torch.compile`. `TORCH_LOGS=graph_breaks` prints where the graph breaks.",
         fix=(
             "Compile each block, then shard it: `for b in model.layers: b.compile()`, then `fully_shard(b)`. With "
             "FSDP1, set `use_orig_params=True`. If several ranks compile at the same time, raise the timeout for the "

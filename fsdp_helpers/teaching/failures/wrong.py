@@ -177,8 +177,8 @@ WRONG = (
         name="wrong-same-data",
         title="Eight ranks learn no faster than one",
         why=(
-            "Without a sampler, or with one that isn't given the rank, every process reads the same images. All ranks "
-            "then have the same gradient, and averaging doesn't change it."
+            "Without a sampler, or with a sampler that isn't given the rank, every process reads the same images. All "
+            "ranks then have the same gradient, and averaging doesn't change it."
         ),
         tell="The gradient and the first step's loss are the same with any number of ranks.",
         fix="Give every rank its own images: `DistributedSampler(dataset)`, or `images[rank::world_size]`.",
@@ -201,7 +201,7 @@ WRONG = (
     ),
     Failure(
         name="wrong-summed-loss",
-        title="A recipe for one GPU learns too slowly on eight",
+        title="A single-GPU recipe learns too slowly on eight GPUs",
         why=(
             "DDP and FSDP average the gradients over the ranks. If the loss is a sum, the result is the gradient of "
             "the full batch divided by the number of ranks."
@@ -311,13 +311,13 @@ WRONG = (
         why=(
             "Muon orthogonalizes a full matrix. If you give it only one rank's rows, the update is off by 30 to 69% of "
             "its norm (on random matrices from 8 x 8 to 1,024 x 256, with 2 to 8 ranks). No error is raised. "
-            "`torch.optim.Muon` on DTensors is right, but that has a price: it all-gathers each matrix in every "
+            "`torch.optim.Muon` handles DTensors correctly, but at a price: it all-gathers each matrix in every "
             "iteration of its Newton-Schulz loop."
         ),
         tell="Compare one step's update of one matrix with the update in one process.",
         fix=(
-            "Pass the DTensors to `torch.optim.Muon(matrices)`, not the result of `to_local()`. Everything else goes "
-            "to AdamW."
+            "Pass the DTensors to `torch.optim.Muon(matrices)`, not the result of `to_local()`. Use AdamW for "
+            "everything else."
         ),
         numbers=("Muon's updates differ from those of one process by a third or more",),
         broken=orthogonalize_own_rows,
@@ -330,13 +330,13 @@ WRONG = (
         title="Convergence is a little worse than in one process",
         why=(
             "Up to PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` also reduces gradients in bf16, "
-            "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still uses bf16. The more "
-            "ranks there are, the more is lost to rounding."
+            "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still reduces in bf16. The "
+            "more ranks there are, the more is lost to rounding."
         ),
-        tell="Compare one step's gradient norm with the norm in fp32. Here, they differ in the fourth digit.",
+        tell="Compare one step's gradient norm with the fp32 norm. Here, they differ in the fourth digit.",
         fix=(
-            "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. It doubles the bytes "
-            "of the reduction."
+            "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. This doubles the "
+            "number of bytes that are reduced."
         ),
         numbers=("the gradient norm differs from fp32's in the third or fourth digit",),
         behavior=(

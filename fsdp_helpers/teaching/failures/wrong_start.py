@@ -167,11 +167,11 @@ WRONG_START = (
         title="A model from the meta device computes nonsense",
         why=(
             "`to_empty` gives every tensor uninitialized memory. Your initialization fills the parameters, but a "
-            "buffer that's computed in `__init__`, such as rotary frequencies, keeps whatever was in that memory, and "
-            "a checkpoint that doesn't contain it doesn't help."
+            "buffer that's computed in `__init__`, such as rotary frequencies, keeps whatever was in that memory. "
+            "Loading a checkpoint doesn't help if the buffer isn't in it."
         ),
         tell="Compare `named_buffers()` with those of a model built on the CPU.",
-        fix="Keep the computation in a method, and call it after `to_empty`.",
+        fix="Move the computation into a method, and call it after `to_empty`.",
         numbers=(
             "nan or nonsense from the first step, with a model from the meta device",
             "the loss is about ln(vocabulary) and stays there",
