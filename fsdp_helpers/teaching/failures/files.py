@@ -180,8 +180,8 @@ FILES = (
             "`torch.load` and `from_pretrained` expect a single file, or safetensors."
         ),
         tell=(
-            "The folder contains `__0_0.distcp`, or it's named `pytorch_model_fsdp_0` or `global_step`. If the folder "
-            "has no `.metadata` file, the save never finished."
+            "The folder contains `__0_0.distcp`, or the folder is named `pytorch_model_fsdp_0` or `global_step`. If "
+            "the folder has no `.metadata` file, the save never finished."
         ),
         fix=(
             "Convert the folder with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER "
