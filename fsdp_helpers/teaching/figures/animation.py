@@ -4,8 +4,8 @@ Rank 0 is at the top, and rank 1 below it, upside down, so that their parameters
 tensor's area shows its size in bytes. The picture works only for two ranks.
 
 Each moving part has keyframes. `frame` reads them at one moment; `animated` passes all of them to the browser as CSS,
-which plays the step in slow motion, in a loop. Without CSS, or for readers who turn motion off, the picture is a
-still.
+which plays the step in slow motion, in a loop. Without CSS, or for readers who turn motion off, the picture
+doesn't move.
 """
 
 from base64 import b64encode
@@ -240,7 +240,7 @@ def _height(name: str) -> float:
 
 
 def _kept(place: Place, rank: int) -> Iterator[Part]:
-    """Yield the shards of parameters and optimizer state, which are always there."""
+    """Yield the shards of parameters and optimizer state, which are always visible."""
     for name in ("parameters", "optimizer"):
         yield Part(shape=place.half(rank).box(TOPS[name][rank], _height(name), STATE_COLORS[name]))
 

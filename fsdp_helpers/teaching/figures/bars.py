@@ -27,7 +27,7 @@ ROOM = 0.07  # share of the axis: a part narrower than this has no room for its 
 
 
 def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, RankRecord]]:
-    """Return a run's name and a record for each row label: one row per run, or one per rank if ranks differ."""
+    """Map each row's label to a run's name and a record: one row per run, or one per rank if ranks differ."""
     rows = {}
     for name, ranks in runs.items():
         if len(ranks) == 1:

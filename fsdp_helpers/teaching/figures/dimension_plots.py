@@ -1,4 +1,4 @@
-"""Figures for notebook 15: ranks in two dimensions, a pipeline step, and the bytes that are sent."""
+"""Figures for notebook 15: ranks in two dimensions, a pipeline step, and the bytes that a rank sends."""
 
 from collections.abc import Mapping, Sequence
 
@@ -51,7 +51,7 @@ def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -
 
 
 def draw_pipeline(schedules: Mapping[str, Sequence[Sequence[PipelineWork]]]) -> tuple[Figure, Sequence[Axes]]:
-    """Draw a step of each schedule: one row per stage, one box per forward and backward, numbered by micro-batch."""
+    """Draw a step of each schedule: one row per stage, one box per pass, numbered by micro-batch."""
     with figure_style():
         size = (8, 0.7 + 1.25 * len(schedules))
         fig, axes = plt.subplots(len(schedules), 1, figsize=size, layout="constrained", sharex=True, squeeze=False)

@@ -1,7 +1,7 @@
 """Diagrams of step stages, units and GPU queues. None of them shows measured numbers.
 
-Each function returns `fig, ax` or `fig, axes`. A rank has what's in the filled boxes, but not what's in
-the empty frames.
+Each function returns `fig, ax` or `fig, axes`. A rank has the state in the filled boxes, but not in the
+empty frames.
 """
 
 from collections.abc import Mapping, Sequence
@@ -126,7 +126,7 @@ def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
 
     Time runs to the right: forward through the units, then backward through them in reverse. The root stays unsharded
     from its first all-gather to the end of backward, and its gradients stay full from the start of backward, since the
-    model ends with a head that belongs to the root. Each other unit is unsharded twice, the second time while backward
+    model ends with a head that belongs to the root. Every other unit is unsharded twice, the second time while backward
     is still computing the unit after it. In each row, parameters are above gradients, because a rank has both at once.
     """
     root, *below = units

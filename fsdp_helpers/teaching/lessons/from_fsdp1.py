@@ -152,7 +152,7 @@ def save_in_one_file(path: str, model: FullyShardedDataParallel, optimizer: Adam
 
 
 def count_twins(path: str) -> tuple[int, int]:
-    """Return how many parameters in a full checkpoint have two equal Adam moments, and how many it has."""
+    """Return how many parameters in a full checkpoint have two equal Adam moments, and how many parameters it has."""
     states = torch.load(path, weights_only=True)["optimizer"]["state"].values()
     return sum(torch.equal(state["exp_avg"], state["exp_avg_sq"]) for state in states), len(states)
 

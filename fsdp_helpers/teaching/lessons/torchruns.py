@@ -164,7 +164,7 @@ def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
 
 
 def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
-    """Wait until the run prints a line that starts with `beginning`. Raises RuntimeError if it ends first."""
+    """Wait until the run prints a line that starts with `beginning`. Raises RuntimeError if the run ends first."""
     for line in torchrun.stdout:
         if line.startswith(beginning):
             return

@@ -81,7 +81,7 @@ def run_script(
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
     """Merge all replica files into one safetensors file of full tensors, using the library's command; return its path.
 
-    Its tensors have the plain model's names, as in the files that `fsdp_helpers.consolidate` writes. Raises the same
+    The tensors have the plain model's names, as in the files that `fsdp_helpers.consolidate` writes. Raises the same
     errors as `run_script`.
     """
     module = "torch_xla.distributed.fsdp.consolidate_sharded_ckpts"
@@ -149,10 +149,10 @@ def explain(output: str) -> str:
             f"a collective was stuck: {arrived.group(1)} replica(s) reached it within 10 s, and XLA ended the process. "
             "On a CPU, replicas meet only if all three measures are taken (a lock around each step, "
             "XLA_ENABLE_PARAM_ALIASING=0, pin_layout_in_collective_ops=False); if they are, the machine is too busy; "
-            "run it again"
+            "run the script again"
         )
     if "No module named 'torch_xla'" in output:
-        return f"its Python has no torch_xla; `make xla` builds one that has it, or set {VARIABLE} to another"
+        return f"this Python has no torch_xla; run `make xla` to build one that does, or set {VARIABLE} to another"
     lines = [line for line in output.splitlines() if line.strip()]
     return "\n".join(lines[-12:]) or "it printed nothing"
 
@@ -161,7 +161,7 @@ def explain(output: str) -> str:
 
 
 def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
-    """Return `work()`, converted to JSON and back; if PyTorch/XLA is missing, say so and return the saved output.
+    """Return `work()`, converted to JSON and back; if PyTorch/XLA is missing, print that and return the saved output.
 
     If `keep` is true, the new output is saved.
     """

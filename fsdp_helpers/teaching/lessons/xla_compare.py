@@ -131,15 +131,15 @@ def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: boo
 def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, reshard: bool = True) -> dict[str, int]:
     """Return the counts of all-gathers and reduce-scatters in an XLA step: per tensor or, if `flatten`, per unit.
 
-    The root is all-gathered only once, since it stays unsharded from forward to backward. If not `reshard`, the same
-    is true of every unit.
+    The root is all-gathered only once, since it stays unsharded from forward to backward. Without `reshard`, that holds
+    for every unit.
     """
     root, *others = [min(1, len(unit)) if flatten else len(unit) for unit in tensors]
     return {"all-gather": root + (2 if reshard else 1) * sum(others), "reduce-scatter": root + sum(others)}
 
 
 def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
-    """Return a run's losses over the global batch: the mean of its replicas' losses (their shares are equal)."""
+    """Return a run's losses over the global batch: the mean of its replicas' losses (batch sizes are equal)."""
     return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
 
 

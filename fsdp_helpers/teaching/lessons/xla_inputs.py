@@ -25,8 +25,8 @@ def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
 def start_model(folder: Path, name: str) -> nn.Module:
     """Build the named network with the common initial parameters.
 
-    Transformers use GELU here. With ReLU, rounding can put a tiny input on either side of zero, which makes two
-    correct runs differ by more than rounding.
+    Transformers use GELU here. With ReLU, rounding can put a tiny input on either side of zero, so two correct
+    runs can differ by more than rounding.
     """
     model = build_model(name, dropout=False)
     for module in model.modules():

@@ -114,7 +114,7 @@ def predictions(
 ) -> Markdown:
     """Show formulas next to their predictions, the measurements, and the ratios of the two.
 
-    Each row has a label, the formula as text, and the predicted and the measured number, both in `unit`. `what` and
+    Each row has a label, the formula as text, and the predicted and measured numbers, both in `unit`. `what` and
     `formula` are the headings of the first two columns.
     """
     headers = [what, formula, f"predicted {unit}", f"measured {unit}", "measured / predicted"]
@@ -128,7 +128,7 @@ def predictions(
 
 
 def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
-    """Show the terms that add up to a predicted peak, their sum, and below it the measured peak."""
+    """Show the terms that add up to a predicted peak, their sum, and the measured peak in the last row."""
     rows = [[term, formula, f"{size:,}"] for term, formula, size in peak.rows()]
     rows.append(["**sum**", "", f"**{peak.bytes:,}**"])
     rows.append(["measured", f"ratio {measured_bytes / peak.bytes:.4f}", f"{measured_bytes:,}"])
@@ -153,7 +153,7 @@ def machine(
 ) -> str:
     """Set up a notebook on `device` and describe the machine; return the device, "cpu" or "cuda".
 
-    The variable FSDP_DEVICE overrides `device`, unless it's `fixed`. On the CPU, GPUs are hidden from this kernel and
+    The variable FSDP_DEVICE overrides `device` unless `fixed` is true. On the CPU, GPUs are hidden from this kernel and
     from every process it starts. The data is prepared, unless `data` says why none is needed. The description
     lists versions, device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle
     GPUs. Raises ValueError for "cuda" if there are too few GPUs or torch can't use them.

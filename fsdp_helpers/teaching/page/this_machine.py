@@ -23,7 +23,7 @@ def describe_memory(needs_bytes: int | None = None) -> str:
     if held_bytes > WORTH_SAYING:
         text += f"; other kernels hold {format_bytes(held_bytes)}"
         if needs_bytes is not None and free_bytes < needs_bytes:
-            text += " (Running → Shut Down gives it back)"
+            text += " (Running → Shut Down frees that memory)"
     return f"{text}."
 
 
@@ -84,8 +84,8 @@ def describe_idle(gpus: Gpus, num_ranks: int) -> str:
         return ""
     if gpus.problem:
         return f"This machine's GPU stays idle because torch can't use it: {gpus.problem}."
-    has = f"This machine has {gpus.count} GPU{'s' * (gpus.count > 1)}, idle here"
+    has = f"This machine has {gpus.count} idle GPU{'s' * (gpus.count > 1)}"
     if gpus.count < num_ranks:
-        return f"{has}: {num_ranks} ranks need {num_ranks}, one each. Notebook 01, with one process, can use one."
+        return f"{has}, but {num_ranks} ranks need {num_ranks}, one each. Notebook 01 runs one process and can use one."
     how = f"unset {VARIABLE}" if os.environ.get(VARIABLE) else 'set `DEVICE = "cuda"` in the settings cell'
-    return f"{has}: to use {'one for each rank' if num_ranks > 1 else 'one'}, {how} and run the notebook again."
+    return f"{has}. To use {'one for each rank' if num_ranks > 1 else 'one'}, {how} and run the notebook again."
