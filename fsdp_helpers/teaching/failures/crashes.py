@@ -1,4 +1,4 @@
-"""It crashes, with a message that's clear once you've seen it."""
+"""It crashes, with a message that makes sense once you know the cause."""
 
 import torch
 import torch.distributed as dist
@@ -327,7 +327,7 @@ CRASHES = (
         title="fully_shard does not support containers that do not implement forward",
         why=(
             "A unit is unsharded when its `forward` is called. A `ModuleList` or `ModuleDict` doesn't have a "
-            "`forward`, because the model calls the modules in it directly."
+            "`forward`, so the model calls the modules inside it directly."
         ),
         tell="The message names the container.",
         fix=(
@@ -380,15 +380,15 @@ CRASHES = (
         name="crash-encoder-fast-path",
         title="Training works, but evaluation fails inside nn.TransformerEncoderLayer",
         why=(
-            "In evaluation, PyTorch's encoder layer takes a fast path that reads its inner layers' weights instead "
-            "of calling the layers. If the inner layers are FSDP1 units, their weights are empty or flat at that "
+            "In evaluation, PyTorch's encoder layer takes a fast path that reads the inner layers' weights instead "
+            "of calling those layers. If the inner layers are FSDP1 units, their weights are empty or flat at that "
             "point."
         ),
         tell=(
-            "It fails only in `eval()` mode with `no_grad`, and the traceback ends in the encoder layer, not in a "
-            "Linear."
+            "The error occurs only in `eval()` mode with `no_grad`. The traceback ends in the encoder layer, not in a "
+            "linear layer."
         ),
-        fix="Make the whole encoder layer the unit.",
+        fix="Make the whole encoder layer one unit.",
         behavior=("training works, evaluation fails inside nn.TransformerEncoderLayer",),
         broken=units_inside_the_encoder_layer,
         fixed=the_encoder_layer_as_unit,

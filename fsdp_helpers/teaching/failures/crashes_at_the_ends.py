@@ -197,7 +197,7 @@ CRASHES_AT_THE_ENDS = (
         ),
         fix=(
             "Start the script with `torchrun --standalone --nproc-per-node 8 train.py`. Under Slurm, start one "
-            "torchrun per node, as in [10](10_many_machines.ipynb)."
+            "torchrun per node, as in [notebook 10](10_many_machines.ipynb)."
         ),
         messages=("environment variable RANK expected, but not set",),
         behavior=(

@@ -176,8 +176,8 @@ FILES = (
         name="save-sharded-folder",
         title="The checkpoint is a folder of __0_0.distcp files",
         why=(
-            "A sharded checkpoint (DCP, SHARDED_STATE_DICT) has one file per rank and a `.metadata` file. "
-            "`torch.load` and `from_pretrained` expect a single file, or safetensors."
+            "A sharded checkpoint (DCP, SHARDED_STATE_DICT) has one file per rank and a `.metadata` file. `torch.load` "
+            "and `from_pretrained` expect a single file or safetensors files."
         ),
         tell=(
             "The folder contains `__0_0.distcp`, or the folder is named `pytorch_model_fsdp_0` or `global_step`. If "
@@ -225,9 +225,9 @@ FILES = (
         ),
         tell="The message names the class that isn't allowed.",
         fix=(
-            "Save plain dictionaries of tensors. Load a file that you trust under "
-            "`torch.serialization.safe_globals([argparse.Namespace])`, then save it again. Use `weights_only=False` "
-            "only for your own files."
+            "Save plain dictionaries of tensors. If you trust a file, load it under "
+            "`torch.serialization.safe_globals([argparse.Namespace])`, and then save it again. Use "
+            "`weights_only=False` only for your own files."
         ),
         messages=("Weights only load failed",),
         behavior=(

@@ -1,4 +1,4 @@
-"""It hangs: ranks wait for a collective that the others don't take part in."""
+"""It hangs: some ranks wait in a collective that other ranks don't call."""
 
 import re
 from datetime import timedelta
@@ -294,11 +294,11 @@ HANGS = (
     ),
     Failure(
         name="hang-local-decision",
-        title="Each rank decides for itself when to stop or to save",
+        title="Each rank decides for itself when to stop or save",
         why=(
             "With early stopping, *save if it's the best so far*, a time limit or a signal handler, each rank decides "
-            "based on its own numbers, such as the loss on its validation images. `dist.reduce` gives only rank 0 the "
-            "sum. One rank leaves the loop or starts to save, while the others wait for it."
+            "based on its own numbers, such as the loss on its validation images. `dist.reduce` gives the sum only to "
+            "rank 0. One rank leaves the loop or starts to save, while the others wait for it."
         ),
         tell=(
             "The run hangs only now and then, after good epochs, and never if you save after every epoch. Print the "

@@ -22,7 +22,7 @@ WHOLE_BYTES = 2 * LAYER_BYTES + FP32_BYTES * (2 * WIDTH + 2)
 
 
 def largest_gather(model: nn.Module) -> Numbers:
-    """Return the bytes in the largest all-gather of a step, which is the most that a rank unshards at once."""
+    """Return the number of bytes in a step's largest all-gather, the most that a rank unshards at one time."""
     with trace_collectives() as events:
         model(images()).sum().backward()
     return {"largest gather, bytes": max(event.bytes for event in events if event.op == "all_gather")}
@@ -154,7 +154,7 @@ def recompute_activations(rank: int, world_size: int) -> Numbers:
 
 
 def inputs_of_blocks() -> Numbers:
-    """Return the total bytes of three blocks' inputs and the loss; the first block's input is the batch."""
+    """Return the total size in bytes of three blocks' inputs and the loss; the first block's input is the batch."""
     return {"bytes that wait for backward": 3 * images(64).nbytes + FP32_BYTES}
 
 
@@ -250,7 +250,7 @@ MEMORY = (
             "on the GPU."
         ),
         tell="All ranks run out of memory on the line that saves the model.",
-        fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
+        fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, in one process.",
         behavior=(
             "out of memory when the model is saved: after the last epoch, in a checkpoint, in the full state dict",
             "out of memory after training has finished, in save_model",
@@ -284,13 +284,13 @@ MEMORY = (
         name="memory-activations",
         title="Out of memory in the first steps, even though everything is sharded",
         why=(
-            "Sharding divides the parameters, the gradients and the optimizer's state, but nothing else. Activations "
-            "grow with the batch and the sequence length, and logits grow with the vocabulary. Each unit is "
+            "Sharding divides the parameters, the gradients and the optimizer state, but nothing else. Activations "
+            "grow with the batch size and the sequence length, and logits grow with the vocabulary. Each unit is "
             "all-gathered in full on every rank, and Adam's state isn't allocated until the first step."
         ),
         tell=(
-            "Halve the batch per rank, and see whether it fits. `torch.cuda.max_memory_allocated()` after forward, "
-            "backward and step shows which of the three is to blame."
+            "Halve the batch size per rank, and see whether the step fits. Print `torch.cuda.max_memory_allocated()` "
+            "after forward, after backward and after the optimizer step, to see which of them sets the peak."
         ),
         fix=(
             "Use activation checkpointing for each block, a smaller micro-batch with accumulation, a loss computed in "

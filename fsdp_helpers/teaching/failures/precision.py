@@ -1,4 +1,4 @@
-"""Number formats: weights without fp32 masters, a loss that overflows, and a unit with two formats."""
+"""Number formats: training without fp32 master weights, a loss that overflows, and a unit with two dtypes."""
 
 import torch
 from torch import nn

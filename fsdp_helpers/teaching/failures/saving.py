@@ -327,8 +327,8 @@ SAVING = (
         name="save-missing-key",
         title="Missing key in checkpoint state_dict",
         why=(
-            "`dcp.load` needs every entry of the dictionary that it fills. Either the checkpoint has the entry under a "
-            "different name (by number, with a prefix, nested differently), or doesn't have the entry at all. For "
+            "`dcp.load` needs every entry of the dictionary that it fills. The checkpoint either has the entry under a "
+            "different name (by number, with a prefix, nested differently) or doesn't have the entry at all. For "
             "example, Adam has no moments for a parameter that hasn't had a gradient yet, such as a head that's used "
             "later, but a new optimizer asks for those moments."
         ),

@@ -353,7 +353,7 @@ WRAPPED = (
         ),
         tell=(
             "With one micro-batch per step, the numbers are right. Compare `p.grad` across ranks after the last "
-            "backward."
+            "backward pass."
         ),
         fix=(
             "Write `with model.no_sync() if not is_last else nullcontext(): loss = model(batch); loss.backward()`, "
@@ -456,7 +456,7 @@ WRAPPED = (
         why=(
             "FSDP's hooks unshard and reshard parameters, which the compiler can't trace. The compiler breaks the "
             "graph there (an error with `fullgraph=True`), or it fails because a tensor's `.data` has changed. With "
-            "FSDP1's flat parameters, all the tensors change."
+            "FSDP1's flat parameters, every parameter's `.data` changes."
         ),
         tell="The same run works without `torch.compile`. `TORCH_LOGS=graph_breaks` prints where the graph breaks.",
         fix=(

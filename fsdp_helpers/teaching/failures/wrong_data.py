@@ -168,7 +168,7 @@ def metrics_by_hand() -> Numbers:
 WRONG_DATA = (
     Failure(
         name="wrong-set-epoch",
-        title="The data has the same order in every epoch",
+        title="The data comes in the same order in every epoch",
         why="`DistributedSampler` shuffles based on its seed and its epoch, and only you know which epoch it is.",
         tell=(
             "Print the first indices of two epochs: they're the same. A resumed run that starts again at epoch 0 gets "
@@ -265,14 +265,14 @@ WRONG_DATA = (
         title="nan from a batch in which every label is ignored",
         why=(
             "A mean over no labels is 0/0. If one rank's micro-batch has only labels of -100 (a prompt, padding, a "
-            "cut-off answer), its loss is nan. `cross_entropy` gives it a gradient of 0, so the mean over the ranks is "
-            "too small, here by half. If you use your own mask, `(loss * mask).sum() / mask.sum()`, every rank's "
-            "gradients become nan."
+            "cut-off answer), its loss is nan. `cross_entropy` gives that rank a gradient of 0, so the mean over the "
+            "ranks is too small, here by half. If you use your own mask, `(loss * mask).sum() / mask.sum()`, every "
+            "rank's gradients become nan."
         ),
         tell="`(labels != -100).sum()` is 0 on one rank. The nan appears at random steps, even in bf16 and fp32.",
         fix=(
             "Call `dist.all_reduce(num_labels)`, then `(loss_sum * world_size / num_labels.clamp(min=1)).backward()`. "
-            "Or filter out such samples."
+            "Or filter out samples without labels."
         ),
         numbers=(
             "the loss is nan for some batches only: all labels are -100 or ignore_index",

@@ -168,10 +168,10 @@ WRONG_START = (
         why=(
             "`to_empty` gives every tensor uninitialized memory. Your initialization fills the parameters, but a "
             "buffer that's computed in `__init__`, such as rotary frequencies, keeps whatever was in that memory. "
-            "Loading a checkpoint doesn't help if the buffer isn't in it."
+            "Loading a checkpoint doesn't help if the checkpoint doesn't contain the buffer."
         ),
-        tell="Compare `named_buffers()` with those of a model built on the CPU.",
-        fix="Move the computation into a method, and call it after `to_empty`.",
+        tell="Compare the model's `named_buffers()` with the buffers of a model built on the CPU.",
+        fix="Move the computation into a method, and call that method after `to_empty`.",
         numbers=(
             "nan or nonsense from the first step, with a model from the meta device",
             "the loss is about ln(vocabulary) and stays there",
