@@ -139,17 +139,17 @@ FILES = (
         name="save-full-into-shards",
         title="A full checkpoint doesn't load into a sharded model",
         why=(
-            "The model's parameters are DTensors (or flat, with FSDP1), but the file has full tensors under their "
-            "plain names. `load_state_dict` would have to copy full tensors into shards, and it can't."
+            "The model's parameters are DTensors (or flat parameters, with FSDP1), but the file contains full tensors "
+            "under their plain names. `load_state_dict` would have to copy full tensors into shards, which it can't do."
         ),
         tell=(
-            "It fails in `copy_`, or it complains about a size mismatch in which one size is a single number, the "
+            "The error comes from `copy_`, or it reports a size mismatch in which one size is a single number, the "
             "length of a flat parameter."
         ),
         fix=(
             "Call `set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, "
-            "broadcast_from_rank0=True))`. With FSDP1, load inside `FSDP.state_dict_type(model, "
-            "StateDictType.FULL_STATE_DICT)`, or before wrapping."
+            "broadcast_from_rank0=True))`. With FSDP1, load the file before wrapping, or inside "
+            "`FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)`."
         ),
         messages=(
             "While copying the parameter named",

@@ -473,13 +473,13 @@ LOADING = (
         name="crash-scalar-parameter",
         title="fully_shard doesn't support scalar parameters",
         why=(
-            "FSDP splits a parameter along its first dimension, and a scalar, such as a logit scale or a layer scale, "
-            "doesn't have one. `fully_shard` also rejects a parameter that isn't contiguous."
+            "FSDP splits each parameter along its first dimension, but a scalar, such as a logit scale or a layer "
+            "scale, has no dimensions. `fully_shard` also rejects a parameter that isn't contiguous."
         ),
         tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` lists the scalars.",
         fix=(
-            "Make it a vector with one element, `nn.Parameter(torch.ones(1))`, and reshape it once in old checkpoints, "
-            "with `tensor.reshape(1)`. If a parameter isn't contiguous, use `parameter.data = "
+            "Replace the scalar with a one-element vector, `nn.Parameter(torch.ones(1))`, and reshape it in old "
+            "checkpoints with `tensor.reshape(1)`. If a parameter isn't contiguous, run `parameter.data = "
             "parameter.data.contiguous()`."
         ),
         messages=("fully_shard doesn't support scalar parameters",),

@@ -163,19 +163,19 @@ MEMORY = (
         name="memory-root-only",
         title="fully_shard doesn't lower peak memory",
         why=(
-            "`fully_shard(model)` on its own makes the entire model one unit. It's all-gathered before the first "
-            "layer, so every rank holds all parameters during forward and backward."
+            "`fully_shard(model)` on its own makes the entire model one unit. That unit is all-gathered before the "
+            "first layer runs, so every rank holds all parameters during forward and backward."
         ),
         tell=(
-            "There's only one all-gather per forward. Count them with `CommDebugMode`, or with `trace_collectives` in "
-            "this package."
+            "There's only one all-gather per forward pass. Count the all-gathers with `CommDebugMode`, or with this "
+            "package's `trace_collectives`."
         ),
         fix=(
-            "Shard each block first, `for block in model.blocks: fully_shard(block)`, and then the root, "
-            "`fully_shard(model)`."
+            "Shard each block first (`for block in model.blocks: fully_shard(block)`), and then the root "
+            "(`fully_shard(model)`)."
         ),
         numbers=(
-            "one all-gather per forward; the peak is that of the full model",
+            "one all-gather per forward pass; peak memory includes the full model",
             "memory per GPU doesn't change with the number of GPUs",
         ),
         behavior=(
@@ -221,13 +221,13 @@ MEMORY = (
         name="memory-accumulation",
         title="Accumulating gradients takes more memory than a large batch",
         why=(
-            "`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication, but until the last "
-            "micro-batch, every rank keeps full gradients instead of shards."
+            "`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication, but every rank then "
+            "keeps full gradients instead of shards until the last micro-batch."
         ),
         tell="After the first micro-batch, memory has grown by 4 bytes per parameter of the full model.",
         fix=(
             "Leave out `model.set_requires_gradient_sync(False)`, so that gradients are reduced after each "
-            "micro-batch. Use it only if full gradients fit."
+            "micro-batch. Use that call only if full gradients fit in memory."
         ),
         numbers=("after the first micro-batch, 4 bytes more per parameter of the full model",),
         behavior=(

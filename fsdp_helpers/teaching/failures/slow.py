@@ -248,12 +248,12 @@ def no_gradient() -> Numbers:
 SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
-        title="Accumulation over four micro-batches makes the network four times as busy",
-        why="Each micro-batch is a forward and a backward, and each all-gathers every unit again.",
+        title="Gradient accumulation over four micro-batches makes the network four times as busy",
+        why="Each micro-batch takes a forward pass and a backward pass, which all-gather the units again.",
         tell="Count the all-gathers in one step: the count grows with the number of micro-batches.",
         fix=(
-            "Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
-            "`model.set_reshard_after_backward(is_last)` for each micro-batch."
+            "If the parameters fit, keep them unsharded within a step: call `model.set_reshard_after_forward(False)` "
+            "once, and `model.set_reshard_after_backward(is_last)` for each micro-batch."
         ),
         numbers=(
             "the number of all-gathers grows with the number of micro-batches; the network is four times as busy",
