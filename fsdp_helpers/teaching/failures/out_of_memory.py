@@ -290,7 +290,7 @@ MEMORY = (
         ),
         tell=(
             "Halve the batch size per rank, and see whether the step fits. Print `torch.cuda.max_memory_allocated()` "
-            "after forward, after backward and after the optimizer step, to see which of them sets the peak."
+            "after forward, after backward and after the optimizer step, to see where the peak occurs."
         ),
         fix=(
             "Use activation checkpointing for each block, a smaller micro-batch with accumulation, a loss computed in "
