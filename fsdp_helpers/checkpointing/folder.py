@@ -2,7 +2,7 @@
 
 `DIR/step-00000020/` has one checkpoint's files and `checkpoint.json`, which describes them. The folder is written
 under a temporary name and renamed once every byte is on disk, so a folder with the final name is complete, even if the
-process was killed. The run that's writing holds a lock, which the system releases no matter how the process ends.
+process was killed. The run that's writing holds a lock, which the system releases no matter how the process exits.
 """
 
 import json

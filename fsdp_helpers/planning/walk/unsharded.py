@@ -12,7 +12,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's defaults; a bucket
 
 
 class WholeModel:
-    """A rank that keeps all parameters and moments; gradients appear one by one; DDP's buckets are always in memory.
+    """A rank that always holds all parameters, moments and, with DDP, buckets; gradients appear one by one.
 
     The buckets are as large as the gradients. With `bucket_view`, they are the gradients. If a parameter already has a
     gradient, a new one counts as part of the activations until it's added, because that's how the profile counts it.
