@@ -45,7 +45,7 @@ def train(
     starts, and `on_data` is called with its source (see `prepare_run_data`). With `watch`, a notebook shows a line per
     rank and the loss, step by step; otherwise, there's one line of progress.
 
-    `timeout_s` limits the entire run, and `group_timeout_s` a single collective; see `launch`.
+    `timeout_s` limits the entire run, and `group_timeout_s` limits a single collective; see `launch`.
 
     Raises ValueError, DataError or CheckpointError before any process starts, for settings that can't work, data that
     can't be used and checkpoints that don't match; raises RankError and RankTimeout as `launch` does.
