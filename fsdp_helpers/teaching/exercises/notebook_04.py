@@ -229,8 +229,8 @@ class Widen(nn.Module):
 def build_model() -> nn.Sequential:
     """Build four blocks and a plain layer with the same values on every rank. (B, WIDTH) -> (B, CLASSES)
 
-    The first block's inputs don't need a gradient, as in a model that gets data directly: a hook that waits for the
-    gradient of that block's inputs would run too early.
+    The first block's inputs don't need a gradient, as in a model whose first block gets the data. A hook that waits for
+    the gradient of that block's inputs would run too early.
     """
     torch.manual_seed(0)
     blocks = [Block() for _ in range(HOOKED_BLOCKS)]
@@ -296,7 +296,7 @@ class Onlooker:
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
     def watch(self, module: Block, block: ShardedBlock) -> None:
-        """Observe every call to a layer in `module`."""
+        """Observe the forward and backward pass of every layer in `module`."""
         for layer in (module.first, module.second):
             layer.register_forward_pre_hook(lambda *_: self.computing(block, "forward"))
             layer.register_full_backward_pre_hook(lambda *_: self.computing(block, "backward"))

@@ -124,7 +124,7 @@ def test_the_kubernetes_job_reads_as_its_kinds():
 
 
 WAITING = "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done\n"
-QUEUED_EARLY = "the script requeued the job while ranks were saving, which stops them: srun has to end first"
+QUEUED_EARLY = "the script requeued the job while ranks were saving, which stops them: srun has to exit first"
 WRONG = [
     ([("partition=a100", "partition=a40")], "--partition: a40 is given; it should be a100"),
     ([("--gpus-per-node=4", "--gpus-per-node=8")], "the script requests 8 GPUs per node; each node has 4"),
@@ -167,10 +167,10 @@ WRONG = [
         [('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM", marks=pytest.mark.long
     ),
     ([("train.py &\n", "train.py\n"), ("wait $!", "true")], "0 of 2 torchruns got SIGTERM.*only between commands"),
-    # in the trap, before srun has ended
+    # in the trap, before srun has exited
     ([('"$SLURM_JOB_ID"\' USR1', '"$SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"\' USR1')], QUEUED_EARLY),
     ([(WAITING, "wait $!; status=$?\n")], QUEUED_EARLY),
-    ([(WAITING, "wait $!\nexit $?\n")], "the script ended while ranks were saving, which stops them: srun has to end"),
+    ([(WAITING, "wait $!\nexit $?\n")], "the script exited while ranks were saving, which stops them: srun has to"),
     ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job wasn't requeued"),
     ([('[ -z "$out_of_time" ] || ', "")], "the training had finished, but the script requeued the job"),
 ]
