@@ -22,10 +22,12 @@ from fsdp_helpers.teaching.failures.small_job import cpu_mesh, images, in_units,
 NUM_UNITS = 3  # of the small model: three layers, each a unit
 
 
-def count_gathers(model: FSDPModule, num_micro_batches: int) -> Numbers:
+def count_gathers(model: FSDPModule, num_micro_batches: int, keep_unsharded: bool = False) -> Numbers:
     with trace_collectives() as events:
         for number, batch in enumerate(images().chunk(num_micro_batches), start=1):
-            model.set_is_last_backward(number == num_micro_batches)
+            is_last = number == num_micro_batches
+            model.set_is_last_backward(is_last)
+            model.set_reshard_after_backward(is_last or not keep_unsharded)
             model(batch).square().mean().backward()
     return {"all-gathers of a step": sum(event.op == "all_gather" for event in events)}
 
@@ -41,8 +43,7 @@ def gather_for_every_micro_batch(rank: int, world_size: int) -> Numbers:
 def keep_parameters_between(rank: int, world_size: int) -> Numbers:
     model = in_units(small_model())
     model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    return count_gathers(model, num_micro_batches=4)
+    return count_gathers(model, num_micro_batches=4, keep_unsharded=True)
 
 
 def one_gather_per_unit() -> Numbers:
