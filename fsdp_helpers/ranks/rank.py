@@ -38,7 +38,7 @@ def run_rank(
     link, *outputs = ends[rank]
     server.is_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
-    server.lead_family(multiprocessing.parent_process().is_alive, folder)
+    server.lead_family(multiprocessing.parent_process().join, folder)
     # What Python prints goes to the parent's pipes, line by line, and so does the output of C libraries and programs.
     for name, number, output in zip(("stdout", "stderr"), (1, 2), (outputs[0], outputs[-1]), strict=True):
         os.dup2(output.fileno(), number)

@@ -146,18 +146,17 @@ def end_children(pid: int, spare: Iterable[int] = ()) -> None:
             psutil.wait_procs(left, timeout=LOOK_S)
 
 
-def lead_family(is_alive: Callable[[], bool], folders: str) -> None:
-    """Adopt all orphans below this process, and end it and them soon after its parent ends, even if that's killed.
+def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
+    """Adopt all orphans below this process; when its parent ends, even if that's killed, end it and all of them.
 
-    Folders that match the pattern `folders` are then removed, too.
+    Folders that match the pattern `folders` are then removed, too. `wait_for_parent` returns when the parent ends.
     """
     os.setsid()  # Jupyter kills a kernel together with its process group
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def watch() -> None:
-        while is_alive():
-            time.sleep(LOOK_S)
+        wait_for_parent()
         tidy_up(folders)
         os._exit(1)
 
@@ -165,10 +164,10 @@ def lead_family(is_alive: Callable[[], bool], folders: str) -> None:
 
 
 def tidy_up(folders: str) -> None:
-    """End everything this process has started or adopted, and remove the folders that match a pattern."""
-    end_children(os.getpid())
+    """Remove the folders that match a pattern, and end everything this process has started or adopted."""
     for folder in glob.glob(folders):
         shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it, too
+    end_children(os.getpid())
 
 
 def _serve(parent: int) -> None:
@@ -176,7 +175,12 @@ def _serve(parent: int) -> None:
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an orphan's
     # A rank removes its folder when it sees its parent end, but not if the parent was killed while ending its ranks.
     folders = f"{tempfile.gettempdir()}/{FOLDER.format(parent)}*"
-    lead_family(lambda: os.getppid() == parent, folders)
+
+    def wait_for_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_S)
+
+    lead_family(wait_for_parent, folders)
     # The server's main thread exits as soon as its parent and all ranks have ended, perhaps before its thread notices.
     atexit.register(tidy_up, folders)
     # Python's garbage collector writes to every object it visits, and each page that's written to is copied, which
