@@ -1,4 +1,4 @@
-"""Sharded training, learned by running it. The notebooks call these functions; you can use them in your scripts, too.
+"""Sharded training, learned by running it. The notebooks call these functions; your own scripts can, too.
 
     from fsdp_helpers import TrainConfig, train
     train(TrainConfig(model="shallow"), strategy="fsdp", world_size=2)

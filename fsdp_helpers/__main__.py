@@ -1,4 +1,4 @@
-"""The command line: `python -m fsdp_helpers train --help`. torchrun can start it, too."""
+"""The command line: `python -m fsdp_helpers train --help`. torchrun can also start it."""
 
 import argparse
 import os
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     consolidate.set_defaults(run=consolidate_command)
 
-    compare = commands.add_parser("compare", help="run every strategy with both APIs and compare them")
+    compare = commands.add_parser("compare", help="run every strategy with both APIs and compare the results")
     add_compare_arguments(compare)
 
     plan = commands.add_parser("plan", help="predict a model's memory, traffic and time on many devices")
@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     explain.set_defaults(run=explain_command)
 
-    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks; other arguments are passed on to it")
+    lab = commands.add_parser("lab", help="open the notebooks in JupyterLab; pass it any other arguments")
     lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR (for example, work)")
     lab.set_defaults(run=lab_command)
     return parser

@@ -83,15 +83,15 @@ class TrainConfig:
         choices=BACKWARD_PREFETCH,
     )
     bucket_view: bool = setting(
-        False, "ddp: make gradients views of the buckets instead of copying them there and back"
+        False, "ddp: make gradients views of the buckets instead of copying them to the buckets and back"
     )
     epochs: int = setting(1, "number of passes over the training images", at_least_one=True)
     max_steps: int | None = setting(None, "stop after N steps", at_least_one=True)
     global_batch_size: int = setting(256, "images per step, over all ranks", at_least_one=True, changes_losses=True)
     learning_rate: float = setting(1e-3, "Adam's learning rate", changes_losses=True)
     seed: int = setting(0, "seed for the initial values, the order of images, and dropout", changes_losses=True)
-    train_images: int | None = setting(None, "train on the first N images only", at_least_one=True, changes_losses=True)
-    test_images: int | None = setting(None, "test on the first N images only", at_least_one=True)
+    train_images: int | None = setting(None, "train on only the first N images", at_least_one=True, changes_losses=True)
+    test_images: int | None = setting(None, "test on only the first N images", at_least_one=True)
     dropout: bool = setting(
         True, "train without dropout, for example to compare one process with many", changes_losses=True
     )
@@ -108,7 +108,7 @@ class TrainConfig:
     )
     micro_batches: int = setting(
         1,
-        "split a rank's batch into N parts, each with its own forward and backward",
+        "split a rank's batch into N parts, each with its own forward and backward pass",
         at_least_one=True,
         changes_losses=True,
     )
@@ -207,7 +207,7 @@ class TrainConfig:
         if kept and self.api == "fsdp1":
             raise ValueError(
                 f"{kept[0]} is an FSDP2 setting; in FSDP1, sharding 'grad-op' keeps parameters unsharded until the "
-                "last backward"
+                "last backward pass"
             )
         if not self.reshard_after_backward and self.micro_batches == 1:
             raise ValueError(

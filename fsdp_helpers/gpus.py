@@ -2,7 +2,7 @@
 
 torch uses a visible GPU even if all tensors are on the CPU: in `fully_shard` without a mesh, in a mesh's process group,
 and in every optimizer step. GPUs can be hidden only before torch has looked for them, since torch and the driver
-remember the result. So a process that may still run on the CPU never looks for them itself.
+remember the result. So a process that may still run on the CPU never looks for GPUs itself.
 """
 
 import ctypes
@@ -86,7 +86,7 @@ def compute_repeatably() -> None:
 
     The series compares runs bitwise (06) or within 1e-5. By default, cuDNN may choose a different algorithm in the next
     run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's
-    23 mantissa bits. All of that is faster, so keep the defaults for runs you don't need to compare. Call this before
+    23 mantissa bits. These defaults are faster, so keep them for runs you don't need to compare. Call this before
     the first use of the GPU.
     """
     import torch

@@ -103,7 +103,7 @@ class BuildTests:
         write("def broken(:\n")
         self.refuse(rf"{self.name}.py can't be imported: SyntaxError: .*line 1")
         write("# nothing yet\n")
-        self.refuse(f"{self.name}.py has no ")
+        self.refuse(f"{self.name}.py doesn't define ")
         with pytest.raises(NotYet, match="it should be the name of your module"):
             self.checker(sys)
 

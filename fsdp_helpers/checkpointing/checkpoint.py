@@ -70,7 +70,7 @@ def save(
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, along with rank 0's copy of its buffers.
         optimizer: its state is saved, along with its current settings, such as the learning rate.
         extra: anything else the loop needs to continue, such as counters or `schedule.state_dict()`; rank 0's copy is
-            saved. It may contain numbers, text, lists, dicts and full tensors. (Random states are always saved.)
+            saved. `extra` may contain numbers, text, lists, dicts and full tensors. (Random states are always saved.)
         settings: a dict that's written to `checkpoint.json` for people to read; `load` ignores it.
         wait: if False, return a Future as soon as the state has been copied; a thread then writes the copy. The
             checkpoint isn't complete until `result()` has returned on at least one rank.
@@ -227,14 +227,14 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:
         raise CheckpointError(
-            f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters; the optimizer "
-            f"here has {len(here)} of {[*map(len, here)]}, or different parameters; build it as it was for that run"
+            f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters; this "
+            f"optimizer has {len(here)} of {[*map(len, here)]}, or different parameters; build it as in that run"
         )
     kinds = {kind for kept in state.optimizer.values() for kind in kept}
     for name in [*stored, *plain["values"]]:
         if name.startswith("optimizer.") and name not in state.values:
             raise CheckpointError(
-                f"{path} has {name}, but this optimizer doesn't; for each parameter, it has "
+                f"{path} has {name}, but this optimizer doesn't; for each parameter, it keeps "
                 f"{', '.join(sorted(kinds)) or 'nothing'}"
             )
 

@@ -129,7 +129,7 @@ def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
             values = place.contiguous()  # `place` itself if the shard consists of full rows
             _read_values(checkpoint / part.file, part, memoryview(values.view(-1).view(torch.uint8).numpy()))
         except Exception as error:  # a damaged archive may raise anything
-            raise CheckpointError(f"{checkpoint / part.file} is damaged, at {entry.name}: {error}") from error
+            raise CheckpointError(f"{checkpoint / part.file} is damaged at {entry.name}: {error}") from error
         if values is not place:
             place.copy_(values)
 

@@ -1,8 +1,8 @@
 """A run's checkpoint folder, in which each checkpoint is written atomically. No torch import.
 
-`DIR/step-00000020/` has the files of one checkpoint and `checkpoint.json`, which describes them. It's written under a
-temporary name and renamed once every byte is on disk, so a folder with the final name is complete, even if the process
-was killed. The run that's writing holds a lock, which the system releases no matter how the process ends.
+`DIR/step-00000020/` has the files of one checkpoint and `checkpoint.json`, which describes them. The folder is written
+under a temporary name and renamed once every byte is on disk, so a folder with the final name is complete, even if the
+process was killed. The run that's writing holds a lock, which the system releases no matter how the process ends.
 """
 
 import json
@@ -129,7 +129,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove unfinished files of killed or interrupted processes from `folder`; keep complete checkpoints.
+    """Remove unfinished files that killed or interrupted processes left in `folder`; keep complete checkpoints.
 
     Raises CheckpointError if another run holds the folder's lock.
     """

@@ -1,8 +1,8 @@
 """Save and resume a run: when to save, which settings to save besides tensors, and which settings must match.
 
 On SIGTERM, all ranks save and stop after the same step. Slurm sends SIGTERM before the time limit and before a
-preemption, and torchrun forwards it to its ranks. It may reach some machines earlier than others, so after every
-step, the ranks check whether any of them has received it.
+preemption, and torchrun forwards it to its ranks. The signal may reach some machines earlier than others, so after
+every step, the ranks check whether any of them has received it.
 """
 
 import os
@@ -148,7 +148,7 @@ class RunCheckpoints:
                 checkpoint_folder.keep_newest(folder, self._keep_last)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"{folder}: no checkpoint of step {self.step} ({error}); older ones are kept"
+                f"{folder}: no checkpoint for step {self.step} ({error}); older checkpoints are kept"
             ) from error
 
 

@@ -80,8 +80,8 @@ class ShardEntry:
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
     """Return an entry for every tensor in a sharded checkpoint: parameters, optimizer state, random state.
 
-    This reads only the index. Raises CheckpointError if it's damaged, names files in another folder, or lists anything
-    but tensors.
+    This reads only the index. Raises CheckpointError if the index is damaged, names files in another folder, or lists
+    anything but tensors.
     """
     return _tensor_entries(checkpoint, SafeReader(checkpoint).read_metadata())
 
@@ -151,7 +151,7 @@ def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
         if isinstance(cause, CheckpointError):
             raise cause from None
         reason = next(iter(str(cause).splitlines()), type(cause).__name__)
-        raise CheckpointError(f"{folder}: rank {rank} could not {what}: {reason}") from cause
+        raise CheckpointError(f"{folder}: rank {rank} couldn't {what}: {reason}") from cause
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -187,7 +187,7 @@ def read_metadata(path: Path) -> Metadata:
         # An absolute path, or one with "..", would lead out of the folder.
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
             raise CheckpointError(
-                f"{path} names the file {str(name)!r}; a checkpoint's files must be in the folder of its index"
+                f"{path} names the file {str(name)!r}; a checkpoint's files must be in the same folder as its index"
             )
     return metadata
 
@@ -196,7 +196,7 @@ PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose metho
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Replace `getattr` for the only enumeration in an index. (Pickles from before Python 3.11.4 call `getattr`.)"""
+    """Replace `getattr` for an index's only enumeration. (Pickles from before Python 3.11.4 call `getattr`.)"""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
     return enumeration[name]
@@ -214,7 +214,7 @@ class _MetadataUnpickler(PythonUnpickler):  # pure Python, so its methods can be
         raise pickle.UnpicklingError(f"it names {module}.{name}, which doesn't belong in an index")
 
     def load_build(self) -> None:
-        """Allow the opcode BUILD, which sets attributes, only on records: on a class, the change would persist."""
+        """Allow the BUILD opcode, which sets attributes, only on records: on a class, the change would persist."""
         state, record = self.stack[-1], self.stack[-2]
         if type(record) not in RECORDS or not isinstance(
             state, dict if type(record) is not TensorProperties else tuple

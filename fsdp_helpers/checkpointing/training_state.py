@@ -126,8 +126,8 @@ def num_ranks() -> int:
 def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Collect the full state on rank 0, which writes one file. Every rank has to call this, since it's a collective.
 
-    Meanwhile, rank 0 holds the full state in host memory: 12 bytes per parameter with Adam in fp32. (torch can do this
-    with `StateDictOptions(full_state_dict=True, cpu_offload=True)`, too. But on the CPU, under FSDP1, torch 2.15 then
+    Meanwhile, rank 0 holds the full state in host memory: 12 bytes per parameter with Adam in fp32. (torch can also do
+    this with `StateDictOptions(full_state_dict=True, cpu_offload=True)`. But on the CPU, under FSDP1, torch 2.15 then
     returns the second moment in place of the first, since both go through the same buffer.)
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -161,7 +161,7 @@ def random_state(rank: int) -> dict[str, Tensor]:
 
 
 def restore_random_state(saved: Mapping[str, Tensor], rank: int, world_size: int) -> None:
-    """Set this rank's random generators to the states that `saved` has for them.
+    """Set this rank's random generators to their states in `saved`.
 
     If a state is missing, because there were fewer ranks or no GPU, the generator starts a stream that no rank has
     drawn from yet. The seed comes from rank 0's state, so resuming twice draws the same numbers twice.

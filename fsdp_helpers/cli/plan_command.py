@@ -62,7 +62,7 @@ CLUSTER_FLAGS = tuple(
     for row in flags(Cluster)
 )
 BATCH_FLAGS = tuple(
-    Flag(setting=f"{item}s", kind=int, meaning=f"{item}s per rank in one forward and backward (default: {usual})")
+    Flag(setting=f"{item}s", kind=int, meaning=f"{item}s per rank in one forward and backward pass (default: {usual})")
     for item, usual in DEFAULT_BATCH.items()
 )
 COST_FLAGS = (
@@ -117,7 +117,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         "--lora-rank",
         type=int,
         metavar="N",
-        help="train only LoRA adapters of rank N, one for each matrix of the blocks",
+        help="train only LoRA adapters of rank N, one for each matrix in the blocks",
     )
     group = plan.add_argument_group("the training")
     add_flags(group, TRAINING_FLAGS)
@@ -225,7 +225,7 @@ def _shape_values(options: argparse.Namespace, names: dict, defaults: dict) -> d
         require_whole(flag, value)
         values[field] = value
     if values["width"] % values["num_heads"]:
-        raise ValueError(f"{values['num_heads']} heads don't divide a width of {values['width']}")
+        raise ValueError(f"a width of {values['width']} isn't divisible by {values['num_heads']} heads")
     return values
 
 
@@ -233,7 +233,7 @@ def _llama_shape(options: argparse.Namespace) -> LlamaShape:
     _refuse(options, [*VIT_FLAGS], "--vit")
     values = _shape_values(options, LLAMA_FLAGS, {"num_kv_heads": options.heads})
     if values["num_heads"] % values["num_kv_heads"]:
-        raise ValueError(f"{values['num_kv_heads']} kv-heads don't divide {values['num_heads']} heads")
+        raise ValueError(f"{values['num_heads']} heads aren't divisible by {values['num_kv_heads']} kv-heads")
     return LlamaShape(**values, tied=options.tied)
 
 
@@ -244,7 +244,7 @@ def _vit_shape(options: argparse.Namespace) -> ViTShape:
     values = _shape_values(options, names | VIT_FLAGS, usual)
     if values["image_size"] % values["patch_size"]:
         raise ValueError(
-            f"patches of {values['patch_size']} pixels don't divide an image of {values['image_size']} pixels"
+            f"an image of {values['image_size']} pixels can't be divided into patches of {values['patch_size']} pixels"
         )
     return ViTShape(**values, channels=3, class_token=True)
 
@@ -341,7 +341,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     rows |= {"allowance": round(cluster.allowance_bytes)}
     if plan.host_bytes:
         rows |= {"in host memory, for each rank": plan.host_bytes}
-        rows |= {f"in host memory, of a node of {cluster.node_ranks:,}": plan.node_host_bytes}
+        rows |= {f"in host memory, for each node of {cluster.node_ranks:,}": plan.node_host_bytes}
     width = max(34, *(len(name) + 1 for name in rows))
     for name, size in rows.items():
         yield f"  {name:<{width}}{format_bytes(size):>8}"
@@ -387,8 +387,8 @@ def _speed_lines(plan: Plan) -> Iterator[str]:
         yield "The optimizer's update is limited by memory bandwidth; name a --device to include it."
     if plan.step_s is None:
         yield (
-            f"That's a lower limit: every unit's forward takes less than {format_seconds(LAUNCH_BOUND_S)}, so the GPU waits "
-            "for kernels to be launched. Larger batches, fewer units or torch.compile help."
+            f"That's a lower limit: every unit's forward pass takes less than {format_seconds(LAUNCH_BOUND_S)}, so the "
+            "GPU waits for kernels to be launched. Larger batches, fewer units or torch.compile help."
         )
         return
     shortest, longest = (format_seconds(bound) for bound in plan.step_s)

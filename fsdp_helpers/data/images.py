@@ -18,7 +18,7 @@ PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # of MNIST's training images, on a scale
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Images (N, 1, 28, 28), float32 and normalized, and their labels (N,), int64, on one device."""
+    """Normalized float32 images (N, 1, 28, 28) and their int64 labels (N,), all on one device."""
 
     images: Tensor
     labels: Tensor
@@ -48,8 +48,8 @@ def load_data(
 ) -> Dataset:
     """Load MNIST if the data folder has it, otherwise the bundled digits: all images, or the first N of each split.
 
-    This only reads files, so any number of ranks can call it at the same time. It checks the files' sizes;
-    `prepare_data` has already checked their contents.
+    This only reads files, so any number of ranks can call it at the same time. File sizes are checked
+    here; `prepare_data` has already checked the contents.
     """
     folder = find_data_dir(data_dir)
     source = source_at_hand(data_dir)

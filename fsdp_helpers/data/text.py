@@ -54,7 +54,7 @@ def read_text(path: str | None = None) -> Text:
 
 
 def reference_text() -> str:
-    """Return Python's own reference texts, 460 kB of English. They differ between Python versions."""
+    """Return Python's own reference texts, 460 kB of English. The texts differ between Python versions."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))

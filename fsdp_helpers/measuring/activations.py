@@ -25,7 +25,7 @@ def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
     """Return the bytes that `model` keeps from forward for backward, excluding parameters; each storage counts once.
 
-    Call it in one process, on a model that isn't sharded. It doesn't train the model.
+    Call this in one process, on a model that isn't sharded. The model isn't trained.
     """
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     # A storage's address -> a tensor that keeps it alive, so that the address isn't reused

@@ -1,7 +1,7 @@
 """Run a step without values: fake tensors have only shapes, and we count the memory that real ones would take.
 
 A fake tensor has a shape, a dtype and a device, but no memory. A dispatch mode sees every operation and counts the
-results' storages until they're freed. It can't see the memory that an operation allocates internally.
+results' storages until they're freed. The mode can't see memory that an operation allocates internally.
 """
 
 import weakref

@@ -34,7 +34,7 @@ class OffloadCopy:
 def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
     """Within the block, record the copies in a step of `model`; the yielded list is filled when the block ends.
 
-    It records every `tensor.to(device)` in FSDP2's own code, which is how its offload policy copies. If the tensor is
+    This records every `tensor.to(device)` in FSDP2's own code, which is how its offload policy copies. If the tensor is
     already on that device, `to` returns it unchanged. So on the CPU, we see the calls, with their bytes and times, even
     though nothing is copied. End the block before you free the gradients.
     """

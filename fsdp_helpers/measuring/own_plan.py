@@ -52,14 +52,14 @@ def plan_model(
 ) -> tuple[Plan, str]:
     """Plan any model on `world_size` ranks. Return the plan and a one-sentence verdict.
 
-    `factory()` creates the model, on the CPU or on the meta device. `batch` is one rank's input to one forward: a
-    tensor or any nesting of tensors, with samples along the first dimension. `loss_of(model, batch)` returns the loss
-    (default: the sum of the outputs' means). Modules of `unit_class` are FSDP units, which activation checkpointing
-    recomputes; `unit_names` are further units that it doesn't recompute, such as an embedding and a head. `device` is a
-    name from `planning.devices`. Numbers that you pass override the device's; without a device, you have to pass
-    `device_memory_gb`. `settings` are fields of `planning.plan.Settings`, such as the optimizer and the number of
-    micro-batches. The bytes that DDP sends to broadcast buffers before each forward aren't counted. Raises ValueError
-    for an impossible cluster or impossible settings.
+    `factory()` creates the model, on the CPU or on the meta device. `batch` is one rank's input to one forward
+    pass: a tensor or any nesting of tensors, with samples along the first dimension. `loss_of(model, batch)` returns
+    the loss (default: the sum of the outputs' means). Modules of `unit_class` are FSDP units, which activation
+    checkpointing recomputes; `unit_names` are further units that it doesn't recompute, such as an embedding and a head.
+    `device` is a name from `planning.devices`. Numbers that you pass override the device's; without a device, you have
+    to pass `device_memory_gb`. `settings` are fields of `planning.plan.Settings`, such as the optimizer and the number
+    of micro-batches. The bytes that DDP sends to broadcast buffers before each forward pass aren't counted. Raises
+    ValueError for an impossible cluster or impossible settings.
     """
     chosen = Settings(batch=num_samples(batch), **settings)
     given = {
@@ -88,7 +88,7 @@ def measured_subject(
     unit_class: Classes = (),
     unit_names: Sequence[str] = (),
 ) -> Subject:
-    """Return the model as a subject for a plan. It's measured when a plan first needs a measurement.
+    """Return the model as a subject for a plan. The model isn't measured until a plan needs it.
 
     Raises ValueError for a model without trainable parameters.
     """
@@ -267,7 +267,7 @@ class OneKernelNorm(torch.autograd.Function):
 def count_flops(
     model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the number of operations in each module's forward, excluding submodules, and in its attention alone."""
+    """Return the number of operations in each module's forward pass, without submodules, and in its attention."""
     # Attention runs as plain products, since torch 2.11 doesn't count a fused kernel's operations on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:

@@ -39,11 +39,11 @@ def measure_step(
     flat_units: Sequence[str] | None = None,
     precision: str = "fp32",
 ) -> StepProfile:
-    """Return the profile of one forward (`compute_loss()`) and one backward of the unsharded `model` in one process.
+    """Profile one forward pass (`compute_loss()`) and backward pass of the unsharded `model` in one process.
 
     Parameters aren't updated, and gradients are discarded. If units are checkpointed, recomputation is part of the
-    measurement. Backward is recorded as leaving one of `units` when FSDP2 would leave it. If another module uses the
-    unit's input, too, that may be before the input's gradient is complete. For FSDP1, pass `flat_units`: an empty list
+    measurement. Backward is recorded as leaving one of `units` when FSDP2 would leave it. If another module also uses
+    the unit's input, that may be before the input's gradient is complete. For FSDP1, pass `flat_units`: an empty list
     if the model is one unit. With `precision` "bf16", an fp32 model computes as under FSDP's mixed precision (see
     `cast_by_policy`), and its parameters stay in bf16. On a CPU, convolutions take scratch memory for each thread, so
     give this process as many threads as a rank has.
@@ -84,7 +84,7 @@ def cast_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def cast_inputs(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
-    """Within the block, cast the root's inputs to bf16 and, for FSDP2, the inputs of all `units`, too.
+    """Within the block, cast the root's inputs to bf16 and, for FSDP2, those of all `units` as well.
 
     The cast copies take memory, and autograd may keep them until backward. If a value is combined with an fp32 buffer
     inside a unit, the result is fp32, as in a real run. Sources: torch 2.15, FSDP2's `FSDPState._cast_forward_inputs`
@@ -196,7 +196,7 @@ class StepMarks:
 
     @contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, record the events in `model`'s forward and backward.
+        """Within the block, record the events in `model`'s forward and backward passes.
 
         Everything allocated from the start of the block counts, even before the model is called: for example, noise
         that's added to a batch, or a cast copy of it.

@@ -102,8 +102,8 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
     """Yield each change that's still possible, with the resulting plan, cheapest first.
 
     Each has a cost: more units add latency; reducing after every micro-batch sends more; bf16 loses some precision
-    where it matters little; a chunked loss computes the head's forward twice; recomputation takes a third more
-    arithmetic; a smaller batch needs more all-gathers for the same number of items; 8-bit moments need an extra
+    where it matters little; a chunked loss computes the head's forward pass twice; recomputation takes a third
+    more arithmetic; a smaller batch needs more all-gathers for the same number of items; 8-bit moments need an extra
     library; more ranks cost money; pure bf16 loses small updates; and with offloading, every step waits for the host.
     """
     settings, cluster = plan.settings, plan.cluster
@@ -160,8 +160,8 @@ def fastest(plan: Plan, subject: Subject) -> Plan | None:
     """Return the fastest plan that fits on the same cluster in the same precision; None if none does.
 
     Also returns None if no rate is known. The search starts with one sequence per rank and doubles the batch until the
-    plan no longer fits. It does so for each recomputation setting, and for sharding across all ranks or within each
-    node. If several plans are equally fast, the lowest peak wins.
+    plan no longer fits. This is repeated for each recomputation setting, and for sharding across all ranks or within
+    each node. If several plans are equally fast, the one with the lowest peak wins.
     """
     if plan.time is None:
         return None

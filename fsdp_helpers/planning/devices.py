@@ -3,7 +3,7 @@
 Rates are the data sheets' dense rates, without sparsity. Link rates are for one direction, while data sheets count
 both. The fp32 rate is the one you get with torch's defaults, which don't use TF32.
 
-The share is the fraction of the peak rate that matrix products reach while they aren't waiting for anything. It's the
+The share is the fraction of the peak rate that matrix products reach while they aren't waiting for anything. We use the
 median of published training runs, which are up to a quarter above or below it: torchtitan on A100s, 51 to 61% MFU
 without recomputation, and 69% of the hardware's rate with it (`docs/performance.md`); fms-fsdp on A100s, 57% (README);
 torchtitan on H100s at 500 W, 33 to 39% (`benchmarks/llama3_h100_202412_torchtitan.md`); the Llama 3 paper, 38 to 43%

@@ -30,7 +30,7 @@ def hybrid_sent_bytes(params: int, shards: int, replicas: int, *, value_bytes: i
 
 
 def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes for 2 all-reduces in each block's forward and 2 in its backward.
+    """Return the bytes for 2 all-reduces in each block's forward pass and 2 in its backward pass.
 
     That's 4 · L · 2 · (t−1)/t · tokens · width values, for L layers and t ranks. With sequence parallelism, each
     all-reduce is split into a reduce-scatter and an all-gather; the bytes stay the same.
@@ -87,7 +87,7 @@ def expert_sent_bytes(
 
 
 class PipelineWork(NamedTuple):
-    """A micro-batch's forward ("F") or backward ("B") in a stage; the unit of time is one forward."""
+    """A micro-batch's forward pass ("F") or backward pass ("B") in a stage, timed in units of one forward pass."""
 
     kind: str
     number: int
@@ -98,8 +98,8 @@ class PipelineWork(NamedTuple):
 def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) -> list[list[PipelineWork]]:
     """Return the earliest possible schedule for each stage; `orders` lists each stage's work, such as "F0" or "B3".
 
-    A forward waits for the previous stage, and a backward for the next one. A forward takes 1 unit of time, a backward
-    takes `backward`, and sending takes none. Raises ValueError for orders that deadlock.
+    A forward pass waits for the previous stage, and a backward pass for the next one. A forward pass takes 1 unit of
+    time, a backward pass `backward` units, and sending none. Raises ValueError for orders that deadlock.
     """
     ends: dict[tuple[int, str], float] = {}
     spans: list[list[PipelineWork]] = [[] for _ in orders]
@@ -123,7 +123,7 @@ def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) ->
 
 
 def idle_share(spans: Sequence[Sequence[PipelineWork]]) -> float:
-    """Return the fraction of time that the stages are idle between the first forward and the last backward."""
+    """Return the fraction of time that stages are idle, from the first forward pass to the last backward pass."""
     end = max(work.end for stage in spans for work in stage)
     busy = sum(work.end - work.start for stage in spans for work in stage)
     return 1 - busy / (end * len(spans))

@@ -1,4 +1,4 @@
-"""Read a model's name and shape from its `config.json`, for the planner. Needs neither torch nor transformers.
+"""Read a model's name and shape from its `config.json`, for the planner. No torch or transformers import.
 
 A missing key gets the default from the model's configuration class in transformers, if there is one.
 """

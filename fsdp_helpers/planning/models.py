@@ -326,7 +326,7 @@ def _mlp_shapes(shape: LlamaShape) -> Shapes:
 def _experts_shapes(width: int, experts: Experts) -> Shapes:
     """Return the expert shapes: one parameter per kind of matrix, with the rows of all experts, sharded by row.
 
-    By default, torch shards along the expert dimension. With more ranks than experts, it needs a
+    By default, torch shards along the expert dimension. With more ranks than experts, torch needs a
     `shard_placement_fn` to shard by rows.
     """
     rows, hidden, shared = experts.number * experts.width, experts.width, experts.shared_width
@@ -362,7 +362,7 @@ def llama_head_bytes(
 ) -> HeadBytes:
     """Return the head's bytes: the last norm keeps its input and output, and the loss keeps fp32 log-probabilities.
 
-    While backward goes through the loss, the gradients of the log-probabilities and of the logits exist, too, in fp32.
+    While backward goes through the loss, the gradients of the log-probabilities and of the logits also exist, in fp32.
     When backward enters the head, only the gradient of the logits is left, in the head's precision. With chunks, no
     log-probabilities are kept: they're computed per chunk in forward, and again in backward. Backward then also holds
     the gradient of the norm's output, and two gradients of the head's weight: the running sum and the new one. A frozen

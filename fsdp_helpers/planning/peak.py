@@ -97,7 +97,7 @@ def walk_step(
 
 
 def _when(moment: Moment) -> str:
-    """Describe an event in words; the root's forward is followed by the loss."""
+    """Describe an event in words; the root's forward pass is followed by the loss."""
     if moment.event == "leave_forward" and moment.name == ROOT:
         return "the loss"
     return WHEN[moment.event].format(moment.name or "the root")
@@ -108,14 +108,14 @@ def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
     mixed = frozen_beside_trained(profile, units)
     if mixed != profile.thawed:
         raise ValueError(
-            "if any parameter in a unit is trained, FSDP1 computes gradients for all of them: here, for "
+            "FSDP1 computes gradients for all parameters in a unit if any is trained; here, that includes "
             f"{len(mixed)} frozen parameter(s), but the step was measured with {len(profile.thawed)}. Measure it with "
             "this plan's units as flat_units, or use FSDP2"
         )
 
 
 def _walk(moments: Sequence[Moment], rank: WholeModel | FlatParameters | FullyShard, ledger: Ledger) -> None:
-    """Walk through one forward and one backward."""
+    """Walk through one forward and one backward pass."""
     for moment in moments:
         ledger.when = _when(moment)
         ledger.set_activations(moment.activation_bytes)

@@ -76,7 +76,7 @@ class Settings:
         choices=ACTIVATION_CHECKPOINTING,
     )
     micro_batches: int = setting(
-        1, "number of micro-batches in a step, each with its own forward and backward of a rank's batch"
+        1, "number of micro-batches in a step; each is one forward and backward pass over a rank's batch"
     )
     sync_micro_batches: bool | None = setting(
         None, "reduce gradients after every micro-batch (the default if parameters are sharded), or only after the last"
@@ -299,8 +299,8 @@ def step_flops(subject: Subject, settings: Settings) -> int | None:
     """Return the number of operations in one rank's step, recomputation included; None if it's unknown.
 
     Backward takes two matrix products for each one in forward, or one if the weight is frozen. Recomputation repeats
-    nearly all of forward. With a chunked loss, the head's forward is computed twice. Source: Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B.
+    nearly all of forward. With a chunked loss, the head's forward pass is computed twice. Source: Chowdhery et al.
+    2022, arXiv:2204.02311, appendix B.
     """
     forward = _forward_flops(subject, settings)
     if forward is None:

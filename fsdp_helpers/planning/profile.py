@@ -1,7 +1,7 @@
 """Describe a step in one process, event by event; the planner calculates every peak from this profile.
 
 No torch import. A profile is either measured once, in one process with one rank's images (`measuring.step_profile`), or
-calculated from a block's bytes (`planning.transformer`). It doesn't depend on the strategy.
+calculated from a block's bytes (`planning.transformer`). Profiles don't depend on the strategy.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """A model's parameters by name, and the events in one forward and backward in one process."""
+    """A model's parameters by name, and the events in one forward and backward pass in one process."""
 
     shapes: dict[str, tuple[int, ...]]
     moments: tuple[Moment, ...]

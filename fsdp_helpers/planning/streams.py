@@ -1,7 +1,7 @@
 """Put a GPU's communication and arithmetic on a timeline, as queues that run in parallel. No torch import.
 
-Arithmetic runs in one queue and collectives in another, so both can be busy at once if an all-gather starts early
-enough. Hybrid sharding has a third queue, with its own ring, for all-reduces across the copies of the state.
+Arithmetic runs in one queue and collectives in another, so both can be busy at the same time if an all-gather starts
+early enough. Hybrid sharding has a third queue, with its own ring, for all-reduces across the copies of the state.
 The other costs on a real GPU (kernel launches, copies within the device) are left out.
 """
 
@@ -15,7 +15,7 @@ AT_START, AT_END = "start", "end"  # when a collective is issued: at the start o
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task that a rank has in a step: arithmetic or a collective."""
+    """One of a rank's tasks in a step: arithmetic or a collective."""
 
     queue: str
     what: str  # "forward", "backward", or the name of a collective

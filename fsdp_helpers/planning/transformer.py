@@ -62,7 +62,7 @@ def transformer_block_bytes(
 
 
 def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
-    """Return the most bytes in flight when an `nn.TransformerEncoderLayer`'s backward enters the hidden layer.
+    """Return the most bytes in flight as backward enters the hidden layer of an `nn.TransformerEncoderLayer`.
 
     Values per token, where h is the width: the incoming gradient, h; the same gradient after the last mask, h, while
     that mask, h, is freed; and the hidden layer's gradient, 4 h. The gradient of the second weight adds 4 h x h values.
@@ -249,7 +249,7 @@ def layers_profile(
 
 
 def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> Iterator[Moment]:
-    """Yield the events in the head's forward, the loss's forward and backward, and the head's backward."""
+    """Yield the events in the forward passes of the head and the loss, then in their backward passes."""
     at_the_end = blocks_bytes + head.kept_bytes
     entering = at_the_end if head.entering_bytes is None else blocks_bytes + head.entering_bytes
     yield from _forward_of(name, at_the_end, at_the_end + head.forward_bytes)
@@ -263,7 +263,7 @@ def _around_the_loss(name: str | None, blocks_bytes: int, head: HeadBytes) -> It
 
 
 def _forward_of(name: str | None, kept_bytes: int, highest_bytes: int = 0) -> Iterator[Moment]:
-    """Yield the events in an outer unit's forward, if there is an outer unit."""
+    """Yield the events in an outer unit's forward pass, if there is an outer unit."""
     if name:
         yield _moment("enter_forward", name, kept_bytes, highest_bytes)
         yield _moment("leave_forward", name, kept_bytes)

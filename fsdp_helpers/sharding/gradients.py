@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 def hold_back_reduction(model: nn.Module) -> Iterator[None]:
     """Within the block, accumulate gradients on this rank without reducing them.
 
-    The first backward after the block reduces the sum. Until then, FSDP holds full gradients instead of shards.
+    The first backward pass after the block reduces the sum. Until then, FSDP holds full gradients instead of shards.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
@@ -32,9 +32,9 @@ def hold_back_reduction(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keep_unsharded(model: nn.Module) -> Iterator[None]:
-    """Within the block, keep FSDP2's units unsharded after backward, so the next forward needs no all-gathers.
+    """Within the block, keep FSDP2's units unsharded after backward, so the next forward pass needs no all-gathers.
 
-    The first backward after the block reshards them. Until then, all units are unsharded at once.
+    The first backward pass after the block reshards them. Until then, all units are unsharded at the same time.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -50,11 +50,11 @@ def keep_unsharded(model: nn.Module) -> Iterator[None]:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients down together so that their norm is at most `max_norm`; return the original norm, shape ().
 
-    It's the norm of the full gradient, the same on every rank: squares are summed over a rank's shards, then across
-    ranks. Clipping each shard by its own norm would change the gradient's direction. FSDP1's `clip_grad_norm_` and the
-    one in `torch.nn.utils` compute the norm in fp32. On a CPU, the fp32 error grows with the model: it's 1e-5 of the
-    norm for a million values, 1e-2 for a hundred million. So the squares are summed in fp64 here. For a parameter that
-    FSDP2 ignores, this rank's gradient is used, so average that gradient across ranks first.
+    The norm is that of the full gradient, so it's the same on every rank: squares are summed over a rank's shards, then
+    across ranks. Clipping each shard by its own norm would change the gradient's direction. In FSDP1 and
+    `torch.nn.utils`, `clip_grad_norm_` computes the norm in fp32. On a CPU, the fp32 error grows with the model: it's
+    1e-5 of the norm for a million values, 1e-2 for a hundred million. So the squares are summed in fp64 here. For a
+    parameter that FSDP2 ignores, this rank's gradient is used, so average that gradient across ranks first.
     """
     own = []
     squares = {}  # groups that gradients are sharded over -> sum of squares of this rank's shards of those gradients

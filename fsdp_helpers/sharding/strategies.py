@@ -1,6 +1,6 @@
 """The strategies, one function each, all with the same signature: `apply_*(model, device, config) -> model`.
 
-Each takes a freshly initialized model on the CPU, the same on every rank, and returns it ready to train.
+Each function takes a freshly initialized model on the CPU, the same on every rank, and returns it ready to train.
 """
 
 import os
@@ -103,8 +103,8 @@ def shard_with_api(
 def recompute_units(model: nn.Module, config: TrainConfig) -> nn.Module:
     """If `config` enables activation checkpointing, wrap the units that the size policy chooses.
 
-    Call this before sharding, so that backward unshards a unit only once, for both its second forward and its
-    backward.
+    Call this before sharding, so that backward unshards a unit only once, for both its second forward pass
+    and its backward pass.
     """
     if config.activation_checkpointing == "none":
         return model
@@ -159,9 +159,9 @@ def shard_fsdp2(
 def settle_buckets(model: nn.Module, images: Tensor) -> None:
     """Make DDP arrange its buckets as it does after its first step; for other strategies, do nothing.
 
-    DDP rearranges its buckets after the first backward, and the last bit of a sum over three or more ranks depends on
-    where in a bucket the gradient is. So a resumed run has to start with the final buckets. This runs a forward and a
-    backward, and discards the gradients.
+    DDP rearranges its buckets after the first backward pass, and the last bit of a sum over three or more ranks
+    depends on where in a bucket the gradient is. So a resumed run has to start with the final buckets. This runs one
+    forward and one backward pass, and discards the gradients.
     """
     if isinstance(model, DistributedDataParallel):
         model(images).sum().backward()

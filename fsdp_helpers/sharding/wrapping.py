@@ -3,7 +3,7 @@
 A policy has the form that FSDP1 uses: `policy(module=..., recurse=..., nonwrapped_numel=...) -> bool`. With
 `recurse=True`, it returns whether to look at the children; with `recurse=False`, whether `module` becomes a unit.
 `nonwrapped_numel` is the number of the module's parameters that aren't in a nested unit. torch's `CustomPolicy`,
-which calls a function on each module, is a policy, too. `plain_name` removes the prefixes that wrapping adds to names.
+which calls a function on each module, is also a policy. `plain_name` removes the prefixes that wrapping adds to names.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ Policy: TypeAlias = Callable[..., bool] | CustomPolicy
 def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Policy:
     """Return a policy that makes a module a unit if at least `min_num_params` of its parameters aren't in inner units.
 
-    It skips the modules in `tied` (see `holders_of_ties`); their parameters go into a unit around all of them.
+    The policy skips the modules in `tied` (see `holders_of_ties`); their parameters go into a unit around all of them.
     """
     if min_num_params < 0:
         raise ValueError(f"min_num_params is {min_num_params}; it must be 0 or more")

@@ -121,7 +121,7 @@ def layer_by_layer() -> Iterator[None]:
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
     """Return three sums over this rank's test images or tokens: loss, correct answers and count; shape (3,), float64.
 
-    They're sums, not means, so ranks with different numbers of images can add them up and divide at the end.
+    We return sums, not means, so ranks with different numbers of images can add them up and divide at the end.
     """
     model.eval()
     sums = None

@@ -41,7 +41,7 @@ def train(
 ) -> RunRecord:
     """Run `config`, with `changes` to its fields, in new processes; return rank 0's record.
 
-    `world_size` defaults to 1 for strategy "local" and 2 for the others. The data is prepared before any process
+    `world_size` defaults to 1 for the "local" strategy, otherwise to 2. The data is prepared before any process
     starts, and `on_data` is called with its source, "mnist" or "digits". With `watch`, a notebook shows a line per
     rank and the loss, step by step; otherwise, there's one line of progress.
 
@@ -143,7 +143,7 @@ def train_as_rank_of_torchrun(
     """
     place = read_place()
     if world_size not in (None, place.world_size):
-        raise ValueError(f"--world-size {world_size}, but torchrun started {place.world_size} ranks; leave it out")
+        raise ValueError(f"--world-size is {world_size}, but torchrun started {place.world_size} ranks; leave it out")
     config.check_world_size(place.world_size)
     require_seconds(timeout=group_timeout_s)
     device = choose_device(device, place.local_world_size)

@@ -89,7 +89,7 @@ class EpochPart(NamedTuple):
 def epochs_to_train(config: TrainConfig, steps_per_epoch: int, steps_done: int) -> list[EpochPart]:
     """Return the parts of epochs that still have to be trained after `steps_done` steps.
 
-    If nothing is left, return a part of the last epoch that has no steps, so that the model is still evaluated.
+    If nothing is left, return an empty part of the last epoch, so that the model is still evaluated.
     """
     last_step = max(steps_done, min(config.epochs * steps_per_epoch, config.max_steps or math.inf))
     first_epoch = min(steps_done, last_step - 1) // steps_per_epoch

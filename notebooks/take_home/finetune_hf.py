@@ -343,7 +343,7 @@ def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[
 
 
 def digest_of(arguments: argparse.Namespace) -> str:
-    """Return a 16-digit digest of the model, tokenizer and data. It leaves out the weights: they're too large."""
+    """Return a 16-digit digest of the model, tokenizer and data. The weights are left out: they're too large."""
     paths = [path for path in side_files(arguments.model) if path.name.startswith(TOKENS_BY)]
     found = hashlib.sha256(f"{arguments.length}".encode())
     for path in [*paths, arguments.data]:
@@ -441,7 +441,7 @@ class Rows:
 
 
 class TokenLoss(nn.Module):
-    """A language model whose forward returns the sum of its tokens' losses, with the logits of one chunk at a time."""
+    """A language model whose `forward` returns the sum of its tokens' losses, with logits of one chunk at a time."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ class TokenLoss(nn.Module):
         return total
 
     def loss_of(self, output: type, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return a chunk's summed loss. The model's forward computes logits, since some models scale or cap them."""
+        """Return a chunk's summed loss. The model's `forward` computes logits, since some models scale or cap them."""
         decoder = self.model.base_model
         decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         try:

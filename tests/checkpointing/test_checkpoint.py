@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_refused_and_loads_nothing(saved):
             load(saved, model)
         assert equal([*model.state_dict().values()], before)
     model = workers.small_model()
-    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\) of \[6\] parameters; the optimizer here has 2"):
+    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\) of \[6\] parameters; this optimizer has 2"):
         load(saved, model, OPTIMIZERS["two groups"](model))
     with pytest.raises(CheckpointError, match=r"has optimizer\.\d\.\w+\.\w+, but this optimizer doesn't"):
         load(saved, model, OPTIMIZERS["momentum"](model))

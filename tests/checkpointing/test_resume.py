@@ -450,7 +450,7 @@ def test_a_disk_that_is_really_full(small_disk, saving_config, undisturbed):
     folder = small_disk / "run"
     config = saving_config(folder, keep_last=None)
     # The reason is the system's, "No space left on device", or torch's, which notices that its file is too short.
-    with pytest.raises(RankError, match=f"CheckpointError: {folder}.*no checkpoint of step 6"):
+    with pytest.raises(RankError, match=f"CheckpointError: {folder}.*no checkpoint for step 6"):
         launch(train_worker, config, world_size=2, device="cpu", timeout_s=240)
     assert find_steps(folder) == [2, 4]
     assert unfinished(folder) == []

@@ -372,7 +372,9 @@ def test_a_record_of_a_newer_torch_is_named_as_such(victim):
         read_index(path)
 
 
-@pytest.mark.parametrize("elsewhere", ["{outside}/__0_0.distcp", "../outside/__0_0.distcp", "..", "a/b", "a\\b", ""])
+@pytest.mark.parametrize(
+    "elsewhere", ["{outside}/__0_0.distcp", "../outside/__0_0.distcp", ".", "..", "a/b", "a\\b", ""]
+)
 def test_an_index_that_names_a_file_elsewhere_is_refused(elsewhere, victim, tmp_path):
     path, _ = victim
     shutil.copytree(path, tmp_path / "outside")
@@ -387,7 +389,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(elsewhere, victim, tmp_
     describe_anew(path)
     for read in (load_it, read_index, read_index_of_anyone, lambda path: consolidate(path, out)):
         with pytest.raises(
-            CheckpointError, match="names the file .*; a checkpoint's files must be in the folder of its index"
+            CheckpointError, match="names the file .*; a checkpoint's files must be in the same folder as its index"
         ):
             read(path)
     assert not out.exists()

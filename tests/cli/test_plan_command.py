@@ -178,10 +178,10 @@ def test_host_memory_is_that_of_a_node():
     # 16 bytes for each of 70,553,706,496 parameters, over 8 ranks: 141 GB a rank, 1,129 GB a node of eight
     offload = ["--model", "llama-70b", "--world-size", "8", "--device-memory-gb", "80", "--strategy", "fsdp-offload"]
     alone = squeezed(plan_lines(planned(*offload)))
-    assert "of a node of 1 141 GB" in alone and "give their number with --ranks-per-node" in alone
+    assert "for each node of 1 141 GB" in alone and "give their number with --ranks-per-node" in alone
     together = planned(*offload, "--ranks-per-node", "8", "--host-memory-gb", "1000")
     lines = squeezed(plan_lines(together))
-    assert "for each rank 141 GB" in lines and "of a node of 8 1,129 GB" in lines
+    assert "for each rank 141 GB" in lines and "for each node of 8 1,129 GB" in lines
     assert "--ranks-per-node" not in lines and not together.fits_host
 
 
@@ -380,12 +380,12 @@ def test_files_that_are_no_such_model(text, message, tmp_path, capsys):
     "arguments, message",
     [
         (["--llama", "--width", "8"], "--depth is missing; the shape needs"),
-        ([*SHAPE, "--kv-heads", "7"], "7 kv-heads don't divide 24 heads"),
-        ([*SHAPE, "--heads", "25"], "25 heads don't divide a width of 3072"),
+        ([*SHAPE, "--kv-heads", "7"], "24 heads aren't divisible by 7 kv-heads"),
+        ([*SHAPE, "--heads", "25"], "a width of 3072 isn't divisible by 25 heads"),
         ([*SHAPE, "--classes", "10"], "--classes works only with --vit"),
         ([*SHAPE, "--tokens", "4096"], "a batch of 4,096 tokens isn't a multiple of the sequence length, 8,192"),
         ([*SHAPE, "--context", "0"], "context is 0"),
-        ("--vit --width 8 --depth 2 --heads 2 --mlp-width 16 --patch-size 15".split(), "patches of 15 pixels don't"),
+        ("--vit --width 8 --depth 2 --heads 2 --mlp-width 16 --patch-size 15".split(), "into patches of 15"),
         (
             "--vit --width 8 --depth 2 --heads 2 --mlp-width 16 --vocabulary 9".split(),
             "--vocabulary works only with --llama",

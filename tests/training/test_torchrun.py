@@ -241,7 +241,7 @@ DDP = ["--strategy", "ddp"]
         (WHOLE | {"LOCAL_RANK": "2"}, DDP, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE 2"),
         (WHOLE | {"LOCAL_WORLD_SIZE": "3"}, DDP, "LOCAL_WORLD_SIZE is 3, above the WORLD_SIZE of 2"),
         (WHOLE | {"WORLD_SIZE": "3"}, DDP, "global_batch_size 256 isn't divisible by world_size 3"),
-        (WHOLE, [*DDP, "--world-size", 4], "--world-size 4, but torchrun started 2 ranks; leave it out"),
+        (WHOLE, [*DDP, "--world-size", 4], "--world-size is 4, but torchrun started 2 ranks; leave it out"),
         (WHOLE, [], "strategy 'local' trains in one process, but world_size is 2"),
         (WHOLE, [*DDP, "--timeout", "0"], "timeout is 0.0; it must be a number of seconds above 0"),
         (

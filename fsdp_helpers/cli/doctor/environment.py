@@ -78,7 +78,7 @@ def versions_as_locked() -> Outcome:
     if not other:
         return Outcome(True, f"the versions in requirements.lock, {len(locked)} packages")
     return note(
-        f"{len(other)} versions aren't the tested ones, so results may differ in the last digits: {other[0]}, ..."
+        f"{len(other)} versions differ from the tested ones, so results may differ in the last digits: {other[0]}, ..."
     )
 
 

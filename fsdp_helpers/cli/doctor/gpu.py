@@ -25,7 +25,7 @@ ASK = {
 
 
 def ask(question: str) -> list[str]:
-    """Return the lines that a child process prints. If it fails, raise RuntimeError with the last line of its error."""
+    """Return the lines that a child process prints. If the child fails, raise RuntimeError with its last error line."""
     import sys
 
     code = f"import torch; COUNT = torch.cuda.device_count(); {ASK[question]}"

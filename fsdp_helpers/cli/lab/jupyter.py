@@ -25,7 +25,7 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
         print(f"{folder}: {len(copied)} new file(s); the others are unchanged")
         for name in older_than_originals(PROJECT / folder):
             print(
-                f"{folder / name} is older than the original: `make reset NOTEBOOK={name[:2]}` copies it again, and "
+                f"{folder / name} is older than the original: `make reset NOTEBOOK={name[:2]}` makes a new copy and "
                 "keeps yours"
             )
         sign([path for path in copied if path.suffix == ".ipynb"])
@@ -38,7 +38,7 @@ def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
 def sign(notebooks: Sequence[Path]) -> None:
     """Sign notebooks as if they had been run here: otherwise, JupyterLab sanitizes their saved outputs.
 
-    Signatures are stored in Jupyter's data folder. If it isn't writable, print that signatures are missing.
+    Signatures are stored in Jupyter's data folder. If that folder isn't writable, print that signatures are missing.
     """
     if not notebooks:
         return

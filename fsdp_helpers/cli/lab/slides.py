@@ -168,7 +168,7 @@ def _without_links(body: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The notebooks as slides to project.")
+    parser = argparse.ArgumentParser(description="Turn the notebooks into slides to project.")
     parser.add_argument("names", nargs="*", help="first characters of the notebooks' names, such as 03 (default: all)")
     parser.add_argument(
         "--to", type=Path, default=PROJECT / "slides", metavar="DIR", help="folder to write to (default: slides/)"

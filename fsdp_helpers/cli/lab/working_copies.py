@@ -1,7 +1,7 @@
 """Working copies of the notebooks, so that running them and solving exercises doesn't change the project's files.
 
 python -m fsdp_helpers.cli.lab.working_copies work              # copies missing files
-python -m fsdp_helpers.cli.lab.working_copies work --reset 3    # copies 03 again; the old copy stays next to it
+python -m fsdp_helpers.cli.lab.working_copies work --reset 3    # makes a new copy of 03; the old copy stays next to it
 """
 
 import argparse
@@ -57,7 +57,7 @@ def free_name(copy: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Copies of the notebooks to work in.")
+    parser = argparse.ArgumentParser(description="Make copies of the notebooks to work in.")
     parser.add_argument("work", type=Path)
     parser.add_argument("--reset", metavar="NN")
     options = parser.parse_args()

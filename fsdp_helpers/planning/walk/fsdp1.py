@@ -3,8 +3,8 @@
 No torch import. The order of events comes from torch 2.15, `_runtime_utils.py` and `_flat_param.py` in
 `torch/distributed/fsdp`.
 
-A module computes with views of the flat tensor, and each forward makes new views. Autograd joins the gradients of those
-views once all of them exist, adds up the gradients of several uses, and then calls FSDP1, which reduces the sum. A flat
+A module computes with views of the flat tensor, and each forward pass makes new views. Autograd joins their gradients
+once all of them exist, adds up the gradients of several uses, and then calls FSDP1, which reduces the sum. A flat
 tensor with any trained parameter needs a gradient, so its frozen parameters get one, too (`StepProfile.flat_moments`).
 """
 
@@ -51,7 +51,7 @@ class FlatParameters:
         self._gather(self.units[name])
 
     def leave_forward(self, name: str) -> None:
-        """Reshard, unless this forward is a recomputation for a backward that has begun."""
+        """Reshard, unless this forward pass is a recomputation for a backward pass that has begun."""
         unit = self.units[name]
         if name in self._in_backward:
             return
@@ -143,7 +143,7 @@ class FlatParameters:
         self._shards.update()
 
     def end_backward(self) -> None:
-        """Free units that were unsharded for a backward that never ran, and frozen parameters that went unused."""
+        """Free units that were unsharded for a backward pass that never ran, and frozen parameters that went unused."""
         for unit in self.units.values():
             self._shards.free_gathered(unit)
         self._forwards.clear()
@@ -181,7 +181,7 @@ class FlatParameters:
         self._shards.free_flat_gradient(FLAT, unit)
 
     def _all_reduce(self, unit: Unit) -> None:
-        """Keep the full gradient. If it's in bf16, it's cast first, and later micro-batches are added to the result."""
+        """Keep the full gradient. A bf16 gradient is cast first, and those of later micro-batches are added to it."""
         sizes = self._shards.sizes
         if sizes.gathered < sizes.reduced:
             if not self._shards.has_shard(unit):

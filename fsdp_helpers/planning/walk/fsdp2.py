@@ -56,7 +56,7 @@ class FullyShard:
             self._copied = unit
 
     def leave_forward(self, name: str) -> None:
-        """Reshard. A recomputed unit only frees its buffer; it stays unsharded, since its backward comes next."""
+        """Reshard. A recomputed unit only frees its buffer; it stays unsharded, since its backward pass comes next."""
         if self._backward_runs:
             if name == self._recomputed:
                 self._free_copied()

@@ -131,7 +131,7 @@ class Ledger:
     ) -> None:
         """Add a collective across a number of ranks, unless it's empty or there's only one rank.
 
-        It's issued when the arithmetic before it begins or, with `late`, when that arithmetic is done.
+        The collective is issued when the arithmetic before it begins or, with `late`, when that arithmetic is done.
         """
         if full_bytes == 0 or ranks == 1:
             return

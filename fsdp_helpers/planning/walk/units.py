@@ -195,7 +195,7 @@ class Shards:
 
         Gradients whose rows don't split evenly across the ranks are all copied at once, to pad them. Gradients whose
         precision isn't the reduction precision are laid out one by one, each through another copy. The GPU kernel
-        needs neither.
+        needs neither copy.
         """
         if self._backend == GPU_BACKEND:
             return

@@ -56,9 +56,9 @@ _solved: set[str] = set()
 
 
 def exercise(notebook: str) -> Callable:
-    """Return a decorator for a notebook's checkers that counts solved exercises and lets checkers raise only NotYet.
+    """Return a decorator for a notebook's checkers: it counts solved exercises and lets checkers raise only NotYet.
 
-    An unexpected kind of answer mustn't cause a traceback through the checker, which would show the solution.
+    An unexpected kind of answer mustn't cause a traceback through the checker, since that would show the solution.
     """
 
     def register(checker: Callable[..., str]) -> Callable[..., Solved]:
@@ -86,7 +86,7 @@ def show_links(cards: Sequence[str]) -> None:
     """Show links to these cards in notebook 11, since links in an error message can't be clicked."""
     from IPython.display import Markdown, display  # ranks import this module, too, but don't need IPython
 
-    display(Markdown(f"Notebook 11 breaks the same thing on purpose, and fixes it: {' · '.join(map(link_to, cards))}"))
+    display(Markdown(f"Notebook 11 breaks the same thing on purpose, then fixes it: {' · '.join(map(link_to, cards))}"))
 
 
 def expect(holds: bool, message: str, *cards: str) -> None:

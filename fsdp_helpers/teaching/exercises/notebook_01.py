@@ -21,7 +21,7 @@ def check_parameter_count(answer: int | None) -> str:
     expect(
         answer == right,
         f"{format_count(answer)} isn't right: how many weights does a kernel have, how many kernels are there, and "
-        f"what else?",
+        f"which other parameters does the layer have?",
     )
     return f"Right: {format_count(right)} parameters."
 
@@ -33,7 +33,7 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
         answer = call(largest_model, budget_bytes)
         expect_whole(answer)
         says = f"for {format_count(budget_bytes)} bytes, your function returns {format_count(answer)}; "
-        expect(16 * answer <= budget_bytes, f"{says}with their gradients and Adam's moments, that many don't fit")
+        expect(16 * answer <= budget_bytes, f"{says}that many don't fit with their gradients and Adam's moments")
         expect(16 * (answer + 1) > budget_bytes, f"{says}there's room for more")
     return "Right: 16 bytes per parameter, rounded down to a whole number of parameters."
 
@@ -43,7 +43,7 @@ def check_largest_batch(record: RunRecord | None) -> str:
     """Notebook 01: check the largest power-of-two batch that keeps ShallowNet's peak below 60 MB in one process."""
     verdict = judge_run(record, LARGEST_BATCH)
     batch_size = record.config.global_batch_size
-    expect(batch_size & (batch_size - 1) == 0, f"{batch_size} is below the limit, but not a power of two")
+    expect(batch_size & (batch_size - 1) == 0, f"{batch_size} stays below the limit, but isn't a power of two")
     # The held bytes don't grow with the batch; everything on top of them doubles when the batch does.
     rank = record.ranks[0]
     with_twice_the_batch = 2 * rank.peak_bytes - rank.held_bytes

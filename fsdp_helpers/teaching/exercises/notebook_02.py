@@ -39,9 +39,9 @@ def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] 
         passes = 2 * (world_size - 1)
         latency, bytes_on_their_way = passes * latency_s, passes * given / world_size / bytes_per_s
         share = latency / (latency + bytes_on_their_way)
-        expect(share < 0.1 + 1e-6, f"{says}latency then takes {share:.1%} of the all-reduce's time")
-        expect(share > 0.1 - 1e-6, f"{says}latency takes only {share:.1%} of the time; a smaller bucket will do")
-    return "Right: per rank, as many bytes as a link sends in nine latencies. Double the ranks, and the bucket doubles."
+        expect(share < 0.1 + 1e-6, f"{says}latency then takes {share:.1%} of the all-reduce time")
+        expect(share > 0.1 - 1e-6, f"{says}latency is only {share:.1%} of the all-reduce time; a smaller bucket works")
+    return "Right: per rank, the bytes a link sends in nine times its latency. Double the ranks, double the bucket."
 
 
 @exercise("02")
@@ -56,9 +56,9 @@ def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RAN
             most = 2 * NET_BYTES // bucket_bytes + 1
             expect(len(seen) > 0, f"{says}there was no collective; gradients that aren't sent aren't averaged")
             expect_same_losses(losses, right, f"{says}the losses don't match DDP's", "wrong-summed-loss")
-            expect(len(seen) <= most, f"{says}{len(seen)} collectives in a step; {most} are enough")
+            expect(len(seen) <= most, f"{says}a step runs {len(seen)} collectives; {most} are enough")
             largest = max(collective.bytes for collective in seen)
-            expect(largest <= bucket_bytes, f"{says}{format_bytes(largest)} were sent in one collective")
+            expect(largest <= bucket_bytes, f"{says}one collective sends {format_bytes(largest)}")
     return f"Right: the same losses as DDP on {in_words(ranks)} ranks, with one collective per bucket."
 
 

@@ -51,18 +51,18 @@ def check_lower_peak(record: RunRecord | None) -> str:
         expect(
             abs(told.peak_bytes - measured.peak_bytes) <= SAME_PEAK * measured.peak_bytes,
             f"in your record, rank {told.rank} peaks at {format_bytes(told.peak_bytes)}; when we"
-            f" ran the same settings again, it peaked at {format_bytes(measured.peak_bytes)}",
+            f" repeated the run with the same settings, it peaked at {format_bytes(measured.peak_bytes)}",
         )
     return verdict
 
 
 @exercise("03")
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
-    """Notebook 03: check that `Unit` shards, unshards, reduces gradients and reshards with 16 P / N bytes per rank."""
+    """Notebook 03: check that `Unit` shards, unshards, reduces gradients and reshards, with 16 P / N bytes per rank."""
     read_module(module, "Unit")
     for found, says, world_size in results_of(train_readers_unit, module, ranks):
         _expect_unit(found, -(-NET_PARAMS // world_size), says)
-    return f"Right: the same losses as one process on {in_words(ranks)} ranks, and 16 P / N bytes held on each."
+    return f"Right: on {in_words(ranks)} ranks, the losses of a single process, and 16 P / N bytes held on each rank."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
     )
     expect(
         found.elsewhere_bytes <= SLACK_BYTES,
-        f"{says}{found.elsewhere_bytes:,} bytes are held between steps outside of torch, in NumPy or Python; a rank keeps"
-        " its shard and nothing else",
+        f"{says}{found.elsewhere_bytes:,} bytes are held between steps outside torch, in NumPy or Python; a rank should"
+        " keep only its shard",
     )
     expect_same_losses(
         found.losses, found.right, f"{says}the losses don't match a single-process run", "wrong-summed-loss"
@@ -107,7 +107,7 @@ def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
 
 
 def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
-    """Train with the reader's unit as notebook 03 does by hand, and measure the bytes it holds and its collectives."""
+    """Train with the reader's unit as notebook 03 does by hand, and measure the unit's held bytes and collectives."""
     unit_class = import_own(module, "Unit")
     model = build_net()
     right = plain_losses(model, adam(list(model.parameters())))

@@ -61,7 +61,7 @@ CUT_COLLECTIVES = 14
 
 @exercise("04")
 def check_threshold(record: RunRecord | None) -> str:
-    """Notebook 04: check that DeepNet's units on two ranks meet limits on the peak and on collectives per step."""
+    """Notebook 04: check that DeepNet's units on two ranks meet the limits on peak memory and collectives per step."""
     return judge_run(record, THRESHOLD)
 
 
@@ -72,8 +72,8 @@ def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
     for found, says, world_size in results_of(train_readers_cut, module, ranks):
         _expect_cut(found, CUT_PEAK_BYTES[world_size], says)
     return (
-        f"Right: on {in_words(ranks)} ranks, with {found.num_collectives} collectives and "
-        f"{format_bytes(found.peak_bytes)} at the peak."
+        f"Right: on {in_words(ranks)} ranks, with {found.num_collectives} collectives per step and "
+        f"a peak of {format_bytes(found.peak_bytes)}."
     )
 
 
@@ -100,7 +100,7 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
     )
     expect(
         found.num_collectives <= CUT_COLLECTIVES,
-        f"{says}{found.num_collectives} collectives per step; the target is at most {CUT_COLLECTIVES}",
+        f"{says}a step runs {found.num_collectives} collectives; the target is at most {CUT_COLLECTIVES}",
         "slow-many-units",
     )
     expect(
@@ -191,7 +191,7 @@ def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str
     read_module(module, "hook_block")
     for found, says, _ in results_of(train_readers_hooks, module, ranks):
         _expect_hooks(found, says)
-    return f"Right: on {in_words(ranks)} ranks, {GATHERS} all-gathers per step, and no full parameters in between."
+    return f"Right: on {in_words(ranks)} ranks, {GATHERS} all-gathers per step, and no full parameters left over."
 
 
 def _expect_hooks(found: TrainedHooks, says: str) -> None:
@@ -199,9 +199,9 @@ def _expect_hooks(found: TrainedHooks, says: str) -> None:
         expect(num_bytes == 0, f"{says}{moment}, blocks still have {num_bytes:,} bytes; whose storage wasn't emptied?")
     expect(
         found.num_gathers == GATHERS,
-        f"{says}{found.num_gathers} all-gathers per step, not {GATHERS}: per block, one in forward and one in backward",
+        f"{says}a step runs {found.num_gathers} all-gathers, not {GATHERS}: one per block in each pass",
     )
-    expect(found.most_whole <= 2, f"{says}{found.most_whole} blocks are unsharded at once while one computes")
+    expect(found.most_whole <= 2, f"{says}while one block computes, {found.most_whole} are unsharded; 2 are enough")
     expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
 
 
@@ -229,8 +229,8 @@ class Widen(nn.Module):
 def build_model() -> nn.Sequential:
     """Build four blocks and a plain layer with the same values on every rank. (B, WIDTH) -> (B, CLASSES)
 
-    The first block's inputs don't need a gradient, as in a model that gets data directly: a hook that waits for the
-    gradient of that block's inputs would run too early.
+    The first block's inputs don't need a gradient, as in a model whose first block gets the data. A hook that waits for
+    the gradient of that block's inputs would run too early.
     """
     torch.manual_seed(0)
     blocks = [Block() for _ in range(HOOKED_BLOCKS)]
@@ -284,7 +284,7 @@ class Onlooker:
         self.most_whole = 0
 
     def look(self, moment: str) -> None:
-        """Record the total full-parameter bytes in the blocks at a moment when none of them computes."""
+        """Record the total full-parameter bytes in the blocks at a moment when none of them is computing."""
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: ShardedBlock, when: str) -> None:
@@ -296,7 +296,7 @@ class Onlooker:
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
     def watch(self, module: Block, block: ShardedBlock) -> None:
-        """Observe every call to a layer in `module`."""
+        """Observe the forward and backward pass of every layer in `module`."""
         for layer in (module.first, module.second):
             layer.register_forward_pre_hook(lambda *_: self.computing(block, "forward"))
             layer.register_full_backward_pre_hook(lambda *_: self.computing(block, "backward"))

@@ -30,14 +30,14 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
         says = f"for {format_count(num_params)} parameters on {world_size} rank(s), your function returns "
         expect(
             abs(on_device) < 1,
-            f"{says}{on_device:,.0f} bytes on the device; which of a unit's bytes are there between steps?",
+            f"{says}{on_device:,.0f} bytes on the device; which of a unit's bytes stay there between steps?",
         )
         expect(
             abs(on_host - 16 * num_params / world_size) < 1,
             f"{says}{on_host:,.0f} bytes on the host; where do parameters, gradients and moments live, and how many of"
             " them are this rank's?",
         )
-    return "Right: nothing on the device between steps, 16 P / N on the host."
+    return "Right: between steps, nothing on the device, and 16 P / N bytes on the host."
 
 
 @exercise("05")
@@ -45,8 +45,8 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
     """Notebook 05: check the fewest images per rank whose arithmetic takes at least as long as a step's copies.
 
     The arguments are the number of parameters, the number of root parameters, the number of ranks, the seconds of
-    arithmetic per image, and the link's bytes per second in each direction; both directions run at once, in parallel
-    with the arithmetic.
+    arithmetic per image, and the link's bytes per second in each direction; both directions run in parallel with
+    each other and with the arithmetic.
     """
     for num_params, root_params, world_size, image_s, bytes_per_s in _links():
         given = call(images_to_hide, num_params, root_params, world_size, image_s, bytes_per_s)
@@ -54,7 +54,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
         copies_s = 4 * (2 * num_params - root_params) / world_size / bytes_per_s  # the slower direction
         says = (
             f"for {format_count(num_params)} parameters, {format_count(root_params)} of them in the root, {world_size}"
-            f" rank(s), {1e3 * image_s:.2f} ms per image, {format_bytes(round(bytes_per_s))}/s: your function returns {given}; "
+            f" rank(s), {1e3 * image_s:.2f} ms per image, {format_bytes(round(bytes_per_s))}/s, your function returns {given}; "
         )
         expect(given >= 1, f"{says}a step has at least one image")
         expect(
@@ -63,10 +63,10 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
         )
         expect(
             given == 1 or (given - 1) * image_s < (1 + 1e-9) * copies_s,
-            f"{says}fewer images would hide the copies, too. Which of a rank's bytes are copied, and which direction "
+            f"{says}fewer images would also hide the copies. Which of a rank's bytes are copied, and which direction "
             f"is slower?",
         )
-    return "Right: 4 (2 P - root) / N bytes copied to the device, hidden behind enough images' arithmetic."
+    return "Right: 4 (2 P - root) / N bytes copied to the device, hidden behind the arithmetic of enough images."
 
 
 def _links() -> Iterator[tuple[int, int, int, float, float]]:
@@ -83,19 +83,19 @@ def _links() -> Iterator[tuple[int, int, int, float, float]]:
 
 @exercise("05")
 def check_plan(module: str = "my_plan") -> str:
-    """Notebook 05: check that `blocks_to_offload(...)` returns the smallest number that fits, or None if none does."""
+    """Notebook 05: check that `blocks_to_offload(...)` returns the fewest blocks that make the model fit, or None."""
     plan = read_module(module, "blocks_to_offload")
     for case in _plan_cases():
         given = _plan_of_reader(plan, case)
         fitting = [count for count in range(case["num_blocks"] + 1) if _fits(count, **case)]
         says = f"for {', '.join(f'{name}={value:,}' for name, value in case.items())}, your function returns {given}; "
         if given is None:
-            expect(not fitting, f"{says}there's a number of blocks that fits in both memories")
+            expect(not fitting, f"{says}with the right number of offloaded blocks, the model fits")
             continue
         expect(0 <= given <= case["num_blocks"], f"{says}the model has only {case['num_blocks']} blocks")
         expect(given in fitting, f"{says}{_what_is_too_small(given, case)}")
-        expect(given == fitting[0], f"{says}it fits with fewer blocks on the host, too")
-    return "Right: the fewest blocks if any number fits, and None if none does."
+        expect(given == fitting[0], f"{says}the model also fits with fewer blocks on the host")
+    return "Right: the fewest blocks that make the model fit, or None if no number does."
 
 
 def _plan_cases() -> list[dict[str, int]]:

@@ -50,7 +50,7 @@ BACKGROUND_S = 0.4  # how long a save in the background gets
 
 @exercise("06")
 def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:
-    """Notebook 06: check the bytes in an fp32 checkpoint with Adam state, for any strategy and number of ranks."""
+    """Notebook 06: check the number of bytes in an fp32 checkpoint with Adam state, for any strategy and world size."""
     for num_params in (1_199_882, 7 * 10**9, *(DRAW.randint(1, 10**10) for _ in range(FRESH_CASES))):
         given = call(checkpoint_bytes, num_params)
         expect_number(given)
@@ -60,7 +60,7 @@ def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> s
             f" {'much' if given > 12 * num_params else 'little'}; which"
             " of a parameter's values does the next step need?",
         )
-    return "Right: 12 P, for any number of ranks."
+    return "Right: 12 P bytes, for any number of ranks."
 
 
 @exercise("06")
@@ -74,7 +74,7 @@ def check_ranks_to_read(ranks_to_read: Callable[[int, int, int, int], list[int]]
     for num_rows, saved, loading in (*edges, *fresh):
         for rank in range(loading):
             given = call(ranks_to_read, num_rows, saved, loading, rank)
-            _expect_files(given, num_rows, saved, _rows(num_rows, loading, rank), f"read by {loading}: rank {rank}")
+            _expect_files(given, num_rows, saved, _rows(num_rows, loading, rank), f"read by {loading}, rank {rank}")
     return "Right: a rank opens the files whose rows overlap its own, and no others."
 
 
@@ -87,10 +87,10 @@ def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: st
         expect_whole(old)
     right = [old for old in range(saved) if set(mine) & set(_rows(num_rows, saved, old))]
     keeps = f"keeps rows {mine[0]} to {mine[-1]}" if mine else "keeps no rows"
-    says = f"{num_rows} rows, written by {saved} ranks and {reader} {keeps}, and your function returns {list(given)}; "
-    expect(set(given) <= set(right), f"{says}some of these files have none of its rows")
-    expect(set(given) >= set(right), f"{says}some of its rows are in other files")
-    expect(len(given) == len(right), f"{says}it opens a file twice")
+    says = f"of {num_rows} rows written by {saved} ranks and {reader} {keeps}; your function returns {list(given)}: "
+    expect(set(given) <= set(right), f"{says}some of these files have none of that rank's rows")
+    expect(set(given) >= set(right), f"{says}some of that rank's rows are in other files")
+    expect(len(given) == len(right), f"{says}a file is listed twice")
 
 
 def _rows(num_rows: int, world_size: int, rank: int) -> range:
@@ -114,8 +114,8 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
         least = 2 * (save_s / (2 * between_failures_s)) ** 0.5  # both are equal at the best interval
         expect(
             saving + lost_work <= (1 + FLAT) * least,
-            f"for saves of {save_s:.1f} s and a failure every {between_failures_s:,.0f} s, your function returns "
-            f"{given:,.1f} s, where saving costs {saving:.2%} of the time and lost work {lost_work:.2%}; "
+            f"with saves of {save_s:.1f} s and a failure every {between_failures_s:,.0f} s, your function returns "
+            f"{given:,.1f} s, which costs {saving:.2%} of the time for saving and {lost_work:.2%} for lost work; "
             "a different interval costs less",
         )
     return "Right: the square root of 2 x save time x time between failures."
@@ -141,8 +141,8 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
     for step, loss in losses.items():
         expect(
             abs(loss - right[step]) < TOLERANCE,
-            f"{says}has a loss of {loss:.5f} in step {step + 1}, but an uninterrupted run has a different one; does "
-            "everything it loads come from the same save, and what does a step depend on besides the parameters?",
+            f"{says}has a loss of {loss:.5f} in step {step + 1}, but an uninterrupted run has {right[step]:.5f}; does "
+            "everything your loop loads come from the same save, and what does a step depend on besides parameters?",
             "save-plain-optimizer-state",
             "save-schedule-lost",
         )
@@ -167,17 +167,17 @@ def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
     expect(steps[0] > 0, f"{says}starts at step 1, so nothing was loaded")
     expect(
         steps[0] == newest_whole,
-        f"{says}continues with step {steps[0] + 1}; it saves after every second step, and has to load the newest "
+        f"{says}continues with step {steps[0] + 1}; it saves after every second step, so it should load the newest "
         f"complete checkpoint",
     )
     expected = list(range(newest_whole, LOOP_STEPS))
-    expect(steps == expected, f"{says}takes the steps {[step + 1 for step in steps]} instead of taking each step once")
+    expect(steps == expected, f"{says}takes steps {[step + 1 for step in steps]} instead of taking each step once")
 
 
 def run_readers_loop(
     rank: int, world_size: int, module: str, folder: str, is_killed: bool
 ) -> tuple[dict[int, float], list[float]]:
-    """Return the losses by step in the reader's loop, and the losses of an uninterrupted run in one process.
+    """Return the losses by step from the reader's loop, and the losses of an uninterrupted run in one process.
 
     If `is_killed` is true, all ranks exit during the save after KILLED_AFTER steps. If that save doesn't use DCP or
     `torch.save`, they exit in a step soon after it.
@@ -207,13 +207,13 @@ def run_readers_loop(
 
 
 def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a schedule that computes the rate from its step count; other schedules start from the optimizer's rate."""
+    """Return a schedule that computes the learning rate from its step count, not from the optimizer's current rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.7**steps)
 
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """Within the block, make the save after KILLED_AFTER `taken` steps write only some of its data, then exit.
+    """In the block, cut short the save after KILLED_AFTER `taken` steps: write only a part, then exit the process.
 
     DCP writes only rank 0's file; `torch.save` writes half of its file.
     """

@@ -47,27 +47,27 @@ def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] =
         for rank, steps in enumerate(run_on_ranks(accumulate_by_reader, module, world_size)):
             for step in steps:
                 _expect_accumulated(step, f"on {world_size} ranks, with {PARTS} parts, rank {rank}: ")
-    return f"Right: each unit reduced once on {in_words(ranks)} ranks, and the norm of the full gradient."
+    return f"Right: on {in_words(ranks)} ranks, one reduce-scatter per unit, and the norm of the full gradient."
 
 
 def _expect_accumulated(step: dict[str, Any], says: str) -> None:
     expect(step["reduced"] > 0, f"{says}no gradients were reduced; which backward should reduce them?")
     expect(
         step["reduced"] <= NET_UNITS,
-        f"{says}{step['reduced']} reduce-scatters in a step; the model has {NET_UNITS} units",
+        f"{says}a step runs {step['reduced']} reduce-scatters, but the model has only {NET_UNITS} units",
         "memory-accumulation",
     )
     largest = max((images for _, images in step["passes"]), default=0)
-    expect(largest <= step["part"], f"{says}a forward takes {largest} images at once; a part has {step['part']}")
+    expect(largest <= step["part"], f"{says}a forward pass takes {largest} images; a part has {step['part']}")
     kinds = [kind for kind, _ in step["passes"]]
     expect(
         kinds[:2] != ["forward", "forward"],
-        f"{says}the second forward comes before the first backward, so the activations of both exist at the same time",
+        f"{says}the second forward pass comes before the first backward pass, so two parts' activations are in memory",
     )
     ratio = step["norm"] / step["right_norm"]
     expect(
         abs(ratio - 1) < TOLERANCE,
-        f"{says}the gradient's norm is {ratio:.2f} times the norm in one process",
+        f"{says}the gradient norm is {ratio:.2f} times the norm in a single process",
         "wrong-summed-loss",
     )
     given = step["given_norm"]
@@ -128,7 +128,7 @@ def as_number(given: Any) -> float | str:
 
 @contextmanager
 def note_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
-    """Yield a list that records passes of `model` within the block as ("forward" or "backward", number of images)."""
+    """Yield a list of passes through `model` in the block: ("forward" or "backward", number of images) pairs."""
     passes = []
 
     def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Exercises for notebook 08: count a transformer's parameters, find the fewest ranks that fit, and load it sharded."""
+"""Exercises for notebook 08: count a transformer's parameters, find the fewest ranks it needs, and load it sharded."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -46,14 +46,14 @@ LACKING = "blocks.3.linear1.weight"  # a file without it is damaged
 
 @exercise("08")
 def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
-    """Notebook 08: check the parameter count of a ViT, computed from the nine numbers in its shape."""
+    """Notebook 08: check the parameter count of a ViT, computed from the nine fields of its shape."""
     for shape in [*VIT_SHAPES.values(), *(_fresh_shape() for _ in range(FRESH_CASES))]:
         with torch.device("meta"):
             right = count_params(ViT(shape))
         given = call(vit_parameters, **asdict(shape))
         expect_whole(given)
         says = f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())}, your function returns {given:,}"
-        expect(given == right, f"{says}; the model with this shape has {'more' if given < right else 'fewer'}")
+        expect(given == right, f"{says}; a model with this shape has {'more' if given < right else 'fewer'}")
     return "Right for every shape, up to ten billion parameters."
 
 
@@ -86,7 +86,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
         )
         if given is None:
             # A million ranks keep next to nothing of each layer.
-            expect(not _starts_on(10**6, layers, device_bytes), f"{says}with enough ranks, it fits")
+            expect(not _starts_on(10**6, layers, device_bytes), f"{says}with enough ranks, the model fits")
             continue
         expect_whole(given)
         expect(given >= 1, f"{says}there has to be at least one rank")
@@ -158,12 +158,12 @@ def _expect_start(found: StartedByReader, says: str) -> None:
     )
     expect(
         found.is_tied,
-        f"{says}head.weight and embed.weight are two parameters; they used to be one parameter with two names",
+        f"{says}head.weight and embed.weight are now two parameters; they used to be one parameter with two names",
         "crash-tied-weights",
     )
     expect(
         found.buffer_right,
-        f"{says}the buffer has the wrong values; they aren't in any file, and no rank sends them",
+        f"{says}the buffer has the wrong values; the right ones aren't in any file, and no rank sends them",
         "wrong-meta-buffers",
     )
     expect_same_losses(
@@ -181,12 +181,12 @@ def _expect_short_file_refused(module: str, world_size: int) -> None:
     except RankError:
         return
     raise NotYet(
-        f"start_sharded accepts weights without {LACKING}, and leaves garbage in its place; only {TIED} may be missing"
+        f"start_sharded accepts weights without {LACKING} and leaves garbage in its place; only {TIED} may be missing"
     )
 
 
 class PretrainedTransformer(nn.Module):
-    """The transformer to start: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
+    """The transformer to load: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
 
     It turns numbers into token IDs and predicts one token: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that
     isn't in any state dict; `fill_buffers` computes it.

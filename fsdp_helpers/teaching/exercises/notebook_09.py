@@ -42,12 +42,12 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     peak_bytes = small_rank_peak(images)
     expect(
         peak_bytes <= (1 + TOLERANCE) * SMALL_GB * GB,
-        f"with your {images} images, one real rank of {SMALL_RANKS} peaks at {format_bytes(peak_bytes)}, above the limit of "
-        f"{format_bytes(round(SMALL_GB * GB))}",
+        f"with your {images} images, one real rank out of {SMALL_RANKS} peaks at {format_bytes(peak_bytes)}, "
+        f"above the limit of {format_bytes(round(SMALL_GB * GB))}",
     )
     return (
-        f"Right on every cluster; one real rank of {SMALL_RANKS}, with your {images} images, peaks at "
-        f"{format_bytes(peak_bytes)} of {format_bytes(round(SMALL_GB * GB))}."
+        f"Right on every cluster; with your {images} images, one real rank out of {SMALL_RANKS} peaks at "
+        f"{format_bytes(peak_bytes)}, and the limit is {format_bytes(round(SMALL_GB * GB))}."
     )
 
 
@@ -78,7 +78,7 @@ def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
     expect(given >= 1, f"{says}if not even one image fits, the answer is None")
     spare = _spare(subject, int(given), case)
     expect(spare >= 0, f"{says}that's {format_bytes(-round(spare))} too much, including the allowance")
-    expect(_spare(subject, int(given) + 1, case) < 0, f"{says}one more image fits, too")
+    expect(_spare(subject, int(given) + 1, case) < 0, f"{says}one more image also fits")
     return int(given)
 
 

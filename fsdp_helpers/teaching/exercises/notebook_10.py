@@ -118,7 +118,7 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
 
 
 def run_script(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...], *, ends: bool) -> tuple[Done, int]:
-    """Run the script with the stand-ins until it ends; if not `ends`, signal it once every torchrun has started."""
+    """Run the script with the stand-ins until it exits; unless `ends`, signal it once every torchrun has started."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as name:
         folder, left_early = Path(name), False
         _write_stand_ins(folder / "bin")
@@ -181,7 +181,7 @@ def _write_stand_ins(folder: Path) -> None:
 
 
 def _wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Return True as soon as the condition holds, False if it never does.
+    """Return True as soon as the condition holds, or False if it doesn't hold in time.
 
     The timeout counts checks, not seconds, so the programs get enough time even on a stalled or busy machine.
     """
@@ -243,8 +243,8 @@ def check_job_script(path: str) -> str:
     _check_torchruns(second, FEWER)
     expect(
         first.endpoint.rpartition(":")[2] != second.endpoint.rpartition(":")[2],
-        f"two jobs meet at {first.endpoint}, so on a shared node they would join each other; derive the port from "
-        "the job",
+        f"two jobs use the port in {first.endpoint}, so on a shared node they would meet; derive the port from "
+        "the job's ID",
         "crash-port-in-use",
     )
     return (
@@ -271,7 +271,7 @@ def read_directives(text: str) -> dict[str, str]:
 
 
 def seconds_of(limit: str) -> int:
-    """Return the seconds in a time limit given in any Slurm format, such as days-hours:minutes:seconds."""
+    """Return the length in seconds of a time limit in any Slurm format, such as days-hours:minutes:seconds."""
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:
@@ -292,14 +292,14 @@ def _check_directives(told: dict[str, str]) -> None:
     )
     limit = told.get("time", "")
     expect(bool(re.fullmatch(r"[\d:-]*\d", limit)), "#SBATCH --time: the job needs a time limit")
-    expect(seconds_of(limit) <= LONGEST_S, f"#SBATCH --time={limit}: the partition allows two hours")
+    expect(seconds_of(limit) <= LONGEST_S, f"#SBATCH --time={limit}: the partition allows at most two hours")
     expect("requeue" in told, "#SBATCH: losing a node would end the job; which option queues it again?")
     found = re.fullmatch(r"B:(?:SIG)?([A-Z]+\d?|\d+)@(\d+)", told.get("signal", ""))
     expect(
         found is not None,
-        "#SBATCH --signal: this shell has to get a signal before the time limit, with B:NAME@SECONDS",
+        "#SBATCH --signal: this shell has to get a signal before the time limit; use B:NAME@SECONDS",
     )
-    expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s before the limit; saving takes up to {LEAD_S} s")
+    expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s isn't enough; saving takes up to {LEAD_S} s")
 
 
 # ---------------------------------------------------------------- the script's runs
@@ -319,18 +319,18 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
     _expect_one_per_node(done, FEWER)
     expect(
         done.num_asked == len(FEWER),
-        f"at {told['signal']}, {done.num_asked} of {len(FEWER)} torchruns got SIGTERM, which makes ranks save; "
-        "bash runs a trap only between commands, or while it waits",
+        f"with --signal={told['signal']}, {done.num_asked} of {len(FEWER)} torchruns got SIGTERM, which makes "
+        "ranks save; bash runs a trap only between commands or while it waits",
     )
     queued = "scontrol requeue" in done.calls
     expect(
         not done.left_early,
-        f"the script {'requeued the job' if queued else 'ended'} while ranks were saving, which stops them: srun "
-        "has to end first, and a signal makes bash's `wait` return before that",
+        f"the script {'requeued the job' if queued else 'exited'} while ranks were saving, which stops them: srun "
+        "has to exit first, but a signal makes bash's `wait` return before that",
     )
     expect(
         f"scontrol requeue {job}" in done.calls,
-        "time ran out, and the job wasn't requeued; use scontrol requeue with its ID",
+        "time ran out, but the job wasn't requeued; use scontrol requeue with the job's ID",
     )
     return done
 
@@ -338,7 +338,7 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
 def _expect_one_per_node(done: Done, nodes: tuple[str, ...]) -> None:
     expect(
         len(done.torchruns) == len(nodes),
-        f"{len(done.torchruns)} torchruns were started; {len(nodes)} nodes need one each, started by srun",
+        f"{len(done.torchruns)} torchruns were started; srun should start one on each of the {len(nodes)} nodes",
     )
 
 
@@ -354,7 +354,7 @@ def _check_torchruns(done: Done, nodes: tuple[str, ...]) -> None:
         ):
             expect(given in right, f"{says}torchrun --{name} is {given}; it should be {' or '.join(right)}")
         endpoint = options.rdzv_endpoint
-        apart = f"one torchrun waits at {done.endpoint}, another at {endpoint}; they never meet"
+        apart = f"one torchrun waits at {done.endpoint} and another at {endpoint}, so they never meet"
         expect(endpoint == done.endpoint, apart)
         host, _, port = endpoint.partition(":")
         expect(

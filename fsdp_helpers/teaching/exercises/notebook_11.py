@@ -77,7 +77,7 @@ def draw(seed: int | None = None, num_cases: int = NUM_CASES) -> Draw:
 
 
 def causes() -> Markdown:
-    """Return the list of words that an answer can use for symptoms and causes."""
+    """Return lists of the symptoms and causes that an answer can name."""
     symptoms = ", ".join(f"`{symptom}` ({words})" for symptom, words in SYMPTOMS.items())
     names = ", ".join(f"`{name}`" for name in sorted(cause_of(failure) for failure in RUN))
     return Markdown(f"**Symptoms:** {symptoms}\n\n**Causes:** {names}")
@@ -89,26 +89,26 @@ def cause_of(failure: Failure) -> str:
 
 @exercise("11")
 def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
-    """Check the symptom, cause and fix in each answer against its case."""
+    """Notebook 11: check the symptom, cause and fix in each answer against its case."""
     for number, case in enumerate(cases.cases, start=1):
         answer = answers.get(number)
         expect_answered(answer)
         expect(
             isinstance(answer, tuple) and len(answer) == 3,
-            f"case {number}: give a tuple of three: the symptom, the cause and the letter of the fix",
+            f"case {number}: answer with a tuple of the symptom, the cause and the letter of the fix",
         )
         check_case(number, case, answer, cases.fixes)
-    return f"All {len(cases.cases)} found, each with its fix. Draw again for different ones."
+    return f"All {len(cases.cases)} faults found, each with its fix. Draw again for different ones."
 
 
 def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]) -> None:
     """Raise NotYet for the first wrong symptom, cause or fix, without revealing the right one."""
     symptom, cause, letter = answer
     expect(symptom in SYMPTOMS, f"case {number}: {symptom!r} isn't one of the symptoms {', '.join(SYMPTOMS)}")
-    expect(symptom == case.fault.symptom, f"case {number}: read its output again; that isn't its symptom")
+    expect(symptom == case.fault.symptom, f"case {number}: that isn't its symptom; read its output again")
     known = [cause_of(failure) for failure in RUN]
     expect(cause in known, f"case {number}: {cause!r} isn't one of the causes in the list")
-    wrong_cause = f"case {number}: `{cause}` looks different; compare *How to tell* on the cards for its symptom"
+    wrong_cause = f"case {number}: `{cause}` looks different; compare *How to tell* on the cards for this symptom"
     expect(cause == cause_of(case.fault), wrong_cause)
     expect(letter in fixes, f"case {number}: {letter!r} isn't one of the letters {', '.join(fixes)}")
     expect(fixes[letter] == case.fault.fix, f"case {number}: the cause is right, but fix {letter} doesn't address it")

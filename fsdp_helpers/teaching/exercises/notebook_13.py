@@ -73,17 +73,17 @@ def _expect_documents(found: dict[str, float], says: str) -> None:
     )
     expect(
         found["reduced"] <= NUM_UNITS,
-        f"{says}{found['reduced']} reduce-scatters; the model has {NUM_UNITS} units",
+        f"{says}there were {found['reduced']} reduce-scatters, but the model has only {NUM_UNITS} units",
     )
     expect(
         found["turned"] < TOLERANCE,
         f"{says}the gradient's direction is off by {found['turned']:.0%} of its norm; "
-        "does every token have the same weight, no matter which part and rank it's in?",
+        "does every token have the same weight, no matter which part or rank it's in?",
         "wrong-mean-of-means",
     )
     expect(
         abs(found["length"] - 1) < TOLERANCE,
-        f"{says}the gradient's norm is {found['length']:.3f} times the norm in one process",
+        f"{says}the gradient norm is {found['length']:.3f} times the norm in a single process",
         "wrong-summed-loss",
     )
     expect(
@@ -160,7 +160,7 @@ def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> s
     plain_bytes = peak_of(capped_loss)
     for found, says, _ in results_of(chunks_by_reader, module, ranks):
         _expect_chunks(found, says)
-    return f"Right: {format_bytes(found['peak_bytes'])} instead of {format_bytes(plain_bytes)}, with the same numbers."
+    return f"Right: a peak of {format_bytes(found['peak_bytes'])}, not {format_bytes(plain_bytes)}, and the same loss."
 
 
 def _expect_chunks(found: dict[str, float], says: str) -> None:
@@ -169,12 +169,12 @@ def _expect_chunks(found: dict[str, float], says: str) -> None:
         f"{says}the sum of the losses is {found['loss']:.3f} instead of {found['right']:.3f}",
     )
     expect(
-        found["error"] < TOLERANCE, f"{says}the gradient differs by {found['error']:.1%} from that of the plain loss"
+        found["error"] < TOLERANCE, f"{says}the gradient differs from the plain loss's gradient by {found['error']:.1%}"
     )
     expect(
         found["peak_bytes"] < 1.05 * CHUNKED_PEAK_BYTES,
         f"{says}the head and the loss peak at {format_bytes(found['peak_bytes'])}; the target is below "
-        f"{format_bytes(1.05 * CHUNKED_PEAK_BYTES)}. Which logits does backward still have?",
+        f"{format_bytes(1.05 * CHUNKED_PEAK_BYTES)}. Which logits are still in memory in backward?",
     )
 
 

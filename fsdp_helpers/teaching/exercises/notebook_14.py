@@ -60,7 +60,7 @@ def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
         with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
             for found, says, _ in results_of(move_by_reader, module, (world_size,), folder):
                 _expect_moved(found, says)
-    return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, with the losses of the baseline."
+    return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, with the baseline's losses."
 
 
 def _expect_moved(found: MovedByReader, says: str) -> None:
@@ -76,14 +76,14 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     )
     expect(
         not found.num_unsharded,
-        f"{says}{found.num_unsharded} of the micro-batches were computed by a model that wasn't sharded yet; shard it"
+        f"{says}{found.num_unsharded} micro-batches ran through a model that wasn't sharded yet; shard it"
         " before the first step",
     )
     expected = LAST_STEP - MOVED_AT
     expect(
         len(found.losses) == expected,
-        f"{says}{len(found.losses)} steps were taken, but from step {MOVED_AT + 1} to step {LAST_STEP} there are "
-        f"{expected}",
+        f"{says}{len(found.losses)} steps were taken instead of {expected}, from step {MOVED_AT + 1} to step "
+        f"{LAST_STEP}",
     )
     expect_same_losses(
         found.losses[:1],
@@ -101,8 +101,8 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
     )
     expect(
         found.num_reductions == expected * len(UNITS),
-        f"{says}{found.num_reductions} reductions in {expected} steps; one per step for each of the {len(UNITS)} units"
-        f" is enough, even with {PARTS} micro-batches. What takes the place of no_sync?",
+        f"{says}{expected} steps ran {found.num_reductions} reductions; one per step for each of the {len(UNITS)} units"
+        f" is enough, even with {PARTS} micro-batches. What replaces no_sync?",
         "slow-gather-every-micro-batch",
     )
     expect(
@@ -124,7 +124,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
 
 
 class ResidualBlock(nn.Module):
-    """A residual block: its input plus the output of two layers."""
+    """A residual block: its input plus the tanh of a linear layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,9 +224,9 @@ def train_under_ddp(
 
 
 def step_losses(losses: list[float]) -> list[float]:
-    """Return the mean loss across ranks for each step; `losses` has one contribution from this rank per part."""
+    """Return the mean loss across ranks for each step; `losses` has one entry per part on this rank."""
     if len(losses) % PARTS:
-        raise ValueError(f"loss_of was called {len(losses)} times for steps of {PARTS} parts")
+        raise ValueError(f"loss_of was called {len(losses)} times, not {PARTS} times in each step")
     own = torch.tensor(losses).unflatten(0, (-1, PARTS)).sum(dim=1)
     return (sum_over_ranks(own) / dist.get_world_size()).tolist()
 
@@ -238,7 +238,7 @@ def problem_in_file(path: Path, right: MovedModel) -> str:
     weights = torch.load(path, weights_only=True)
     wanted = right.state_dict()
     if not isinstance(weights, dict) or weights.keys() != wanted.keys():
-        return f"the file doesn't hold the model's {len(wanted)} tensors under their plain names"
+        return f"the file doesn't contain the model's {len(wanted)} tensors under their plain names"
     for name, value in weights.items():
         if isinstance(value, DTensor) or value.shape != wanted[name].shape:
             return f"{name} in the file is a shard; one process can't load it"

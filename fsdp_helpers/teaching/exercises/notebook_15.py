@@ -42,7 +42,7 @@ def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> s
     read_module(module, "SplitMLP")
     for found, says, world_size in results_of(train_split_mlp, module, ranks):
         _expect_split(found, world_size, says)
-    return f"Right: on {in_words(ranks)} ranks, the same losses, a share of each weight, and one all-reduce each way."
+    return f"Right: on {in_words(ranks)} ranks, the same losses, a part of each weight, and one all-reduce per pass."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,22 +61,22 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
     share = (2 * WIDTH + 1) * HIDDEN // world_size  # of both weights and the first bias
     expect(
         found.kept <= share + WIDTH,
-        f"{says}your MLP keeps {found.kept} values; a share of both weights and of the first bias, plus the last bias,"
-        f" is {share + WIDTH}",
+        f"{says}your MLP keeps {found.kept} values; a rank's part of both weights and the first bias, plus the"
+        f" last bias, has {share + WIDTH}",
     )
     expect(
         found.forward == ["all_reduce"],
-        f"{says}forward runs {_named(found.forward)}; one all-reduce is enough",
+        f"{says}forward runs {_named(found.forward)}; it needs one all-reduce",
     )
     expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses don't match a single-process run")
     expect(
         found.gradient_off < TOLERANCE,
-        f"{says}the gradient of the inputs, which the layers below need, doesn't match a single-process run",
+        f"{says}the input gradient, which the layers below need, doesn't match a single-process run",
     )
     expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
     expect(
         found.backward == ["all_reduce"],
-        f"{says}backward runs {_named(found.backward)}; one all-reduce is enough",
+        f"{says}backward runs {_named(found.backward)}; it needs one all-reduce",
     )
 
 
@@ -134,7 +134,7 @@ def check_labels(module: str = "my_labels") -> str:
 
 def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> None:
     length = tokens.shape[1] - 1
-    says = f"{length} tokens on {world_size} ranks, "
+    says = f"with {length} tokens on {world_size} ranks, "
     all_places = []
     for rank in range(world_size):
         inputs, labels, places = _three_tensors(call(split, tokens, rank, world_size), tokens, world_size, says)
@@ -148,7 +148,7 @@ def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> No
             place = places[(labels != next_ones).any(dim=0)][0].item()
             expect(False, f"{says}rank {rank}: the label at place {place} isn't the token at place {place + 1}")
         all_places += places.tolist()
-    expect(sorted(all_places) == list(range(length)), f"{says}together, the ranks don't have every place exactly once")
+    expect(sorted(all_places) == list(range(length)), f"{says}together, the ranks don't cover every place exactly once")
     scores = [sum(call(split, tokens, rank, world_size)[2].tolist()) for rank in range(world_size)]
     same = len(set(scores)) == 1
     expect(
@@ -183,7 +183,7 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
     expect(isinstance(choice, Mapping) and set(choice) == set(NAMES), f"choice needs exactly these names: {wanted}")
     for name, degree in choice.items():
         expect_number(degree)
-        expect(degree == int(degree) and degree >= 1, f"{name} is {degree}; it should be a number of ranks")
+        expect(degree == int(degree) and degree >= 1, f"{name} is {degree}; it should be a whole number of ranks")
     run = DimensionedRun(**LLAMA_70B, **choice, sequences=1, length=LENGTH)
     _expect_possible(run)
     run = replace(run, sequences=SEQUENCES // run.data)
@@ -198,23 +198,23 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
         given = sent_gb.get(name, 0)
         expect_number(given)
         near = abs(given * 1e9 - size) <= 0.02 * size
-        expect(near, f"along {name}, a rank doesn't send {given:,} GB per step; the formula is in the table above")
-    return f"Right: it fits {NUM_GPUS:,} GPUs, the links can carry it, and the bytes match the formulas."
+        expect(near, f"along {name}, a rank doesn't send {given:,} GB per step; use the formula in the table above")
+    return f"Right: it uses all {NUM_GPUS:,} GPUs, the links carry its traffic, and the bytes match the formulas."
 
 
 def _expect_possible(run: DimensionedRun) -> None:
     product = f"{run.data} x {run.tensor} x {run.context} x {run.pipeline}"
-    expect(run.num_gpus == NUM_GPUS, f"{product} is {run.num_gpus:,} GPUs; there are {NUM_GPUS:,}")
-    expect(run.tensor <= KV_HEADS, f"{run.tensor} ranks can't split {KV_HEADS} key heads")
+    expect(run.num_gpus == NUM_GPUS, f"{product} is {run.num_gpus:,} GPUs, but there are {NUM_GPUS:,}")
+    expect(run.tensor <= KV_HEADS, f"{KV_HEADS} key heads can't be split across {run.tensor} ranks")
     expect(
         run.data <= SEQUENCES and SEQUENCES % run.data == 0,
         f"{SEQUENCES} sequences can't be split evenly across {run.data} data ranks",
     )
     expect(
         LENGTH % (2 * run.context) == 0,
-        f"{LENGTH:,} tokens can't be split into a head and a tail for each of {run.context} ranks",
+        f"{LENGTH:,} tokens can't be split evenly into a head and a tail for each of {run.context} ranks",
     )
-    expect(run.layers % run.pipeline == 0, f"{run.layers} layers can't be divided into {run.pipeline} stages")
+    expect(run.layers % run.pipeline == 0, f"{run.layers} layers can't be split evenly into {run.pipeline} stages")
 
 
 def _expect_fast(run: DimensionedRun) -> None:
@@ -222,14 +222,14 @@ def _expect_fast(run: DimensionedRun) -> None:
         bubble = pipeline_bubble(run.pipeline, run.sequences)  # a micro-batch has at least one sequence
         expect(
             bubble <= MOST_BUBBLE,
-            f"with {run.sequences} micro-batches on {run.pipeline} stages, {bubble:.0%} of the step is bubble, above "
-            f"{MOST_BUBBLE:.0%}",
+            f"with {run.sequences} micro-batches on {run.pipeline} stages, {bubble:.0%} of the step is bubble, more "
+            f"than {MOST_BUBBLE:.0%}",
         )
     arithmetic_s, communication_s = step_times_s(run)
     share = communication_s / arithmetic_s
     expect(
         share <= MOST_COMMUNICATION,
-        f"communication takes {share:.0%} of the arithmetic's time; keep it to {MOST_COMMUNICATION:.0%} at most",
+        f"communication takes {share:.0%} as long as the arithmetic; keep it to {MOST_COMMUNICATION:.0%} or less",
     )
 
 
@@ -237,7 +237,7 @@ def step_times_s(run: DimensionedRun) -> tuple[float, float]:
     """Return the arithmetic time and the communication time of a step in seconds, assuming no overlap.
 
     A node's ranks are next to each other along the inner dimensions: a dimension stays on NVLink as long as the product
-    of the degrees up to and including it is at most the number of GPUs in a node.
+    of the degrees up to and including its own is at most the number of GPUs in a node.
     """
     tokens = run.sequences * run.data * LENGTH
     arithmetic_s = 6 * run.params * tokens / NUM_GPUS / FLOPS_PER_S

@@ -32,9 +32,9 @@ def read_module(module: str, name: str, *, with_package: bool = False) -> Any:
         names = runpy.run_path(found.origin, run_name=module)  # from source, never from cached bytecode
     except Exception as error:
         raise NotYet(f"{module}.py can't be imported: {error_line(error)}") from None
-    expect(name in names, f"{module}.py has no {name}")
+    expect(name in names, f"{module}.py doesn't define {name}")
     is_own = with_package or PACKAGE not in _imported(Path(found.origin).read_text())
-    expect(is_own, f"{module}.py imports {PACKAGE}; write it yourself, with torch only")
+    expect(is_own, f"{module}.py imports {PACKAGE}; write the code yourself, with only torch")
     return names[name]
 
 
@@ -55,9 +55,9 @@ def import_own(module: str, name: str) -> Any:
 
 
 def last_line_in(module: str, details: str) -> str:
-    """Return where the traceback last enters the reader's file, such as " in line 12", or "" if it never does."""
+    """Return where the traceback last enters the reader's file, such as " on line 12", or "" if it never does."""
     lines = re.findall(rf'{re.escape(module)}\.py", line (\d+)', details)
-    return f" in line {lines[-1]}" if lines else ""
+    return f" on line {lines[-1]}" if lines else ""
 
 
 RANKS = (2, 3)
@@ -65,10 +65,10 @@ STALL_S, TIMEOUT_S = 15.0, 120.0  # limits for ranks that wait for one another, 
 LONGEST = 200  # characters of an error message to show; some messages print a full model
 TOLERANCE = 1e-4  # fp32 sums in a different order differ by less
 IN_OUR_WORDS = {  # keyed by torch's message, which doesn't say what to do
-    "Invariant encountered: value was None": "a module inside a unit was made a unit after the outer one; shard inner "
-    "modules first, the root last",
+    "Invariant encountered: value was None": "a module became a unit after the module that contains it; shard inner "
+    "modules first and the root last",
     "KeyError: Parameter containing": "KeyError: the optimizer has parameters that the model no longer has, since"
-    " `fully_shard` replaced them; build the optimizer afterward",
+    " `fully_shard` replaced them; build the optimizer after `fully_shard`",
 }
 ABORTED = "SIGABRT"  # how gloo ends a rank that receives a different collective's bytes
 HANGS = ("hang-order", "hang-gather-on-rank-0")
@@ -101,7 +101,7 @@ def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: obj
         ours = (words for torchs, words in IN_OUR_WORDS.items() if torchs in error.summary)
         summary = next(ours, shorten(error.summary, LONGEST))
         if ABORTED in summary:
-            summary += "; the ranks' collectives don't match: do some ranks skip a forward or an all-gather?"
+            summary += "; the ranks' collectives don't match: do some ranks skip a forward pass or an all-gather?"
         raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}", *cards_of(error.summary)) from None
 
 

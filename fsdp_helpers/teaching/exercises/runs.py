@@ -10,7 +10,7 @@ from fsdp_helpers.teaching.exercises.answers import expect, expect_answered, in_
 
 @dataclass(frozen=True, kw_only=True)
 class RunTask:
-    """The run that an exercise asks for: its targets and fixed settings. All other settings are free."""
+    """The run that an exercise asks for: its targets and fixed settings. The reader chooses all other settings."""
 
     peak_bytes: int  # every rank has to stay below it
     peak_card: str | None = None  # the card in notebook 11 to show if a rank doesn't
@@ -30,11 +30,11 @@ def judge_run(record: RunRecord | None, task: RunTask) -> str:
         isinstance(record, RunRecord), f"the answer is {in_short(record)}; it should be the record that `train` returns"
     )
     _expect_same_settings(record, task)
-    expect(record.ranks[0].peak_bytes is not None, "a run of one step has no steady step to measure; run 3 steps")
+    expect(record.ranks[0].peak_bytes is not None, "a one-step run has no steady step to measure; run 3 steps")
     peak_bytes = max(rank.peak_bytes for rank in record.ranks)
     expect(
         peak_bytes < task.peak_bytes,
-        f"the run peaks at {format_bytes(peak_bytes)} on a rank; the target is below {format_bytes(task.peak_bytes)}",
+        f"a rank peaks at {format_bytes(peak_bytes)}; every rank has to stay below {format_bytes(task.peak_bytes)}",
         *([task.peak_card] if task.peak_card else []),
     )
     verdict = f"Right: {format_bytes(peak_bytes)} at the peak, below {format_bytes(task.peak_bytes)}."
@@ -43,10 +43,10 @@ def judge_run(record: RunRecord | None, task: RunTask) -> str:
     counted = max(sum(seen.count for seen in rank.collectives) for rank in record.ranks)
     expect(
         counted <= task.num_collectives,
-        f"{counted} collectives per step; the target is at most {task.num_collectives}",
+        f"a step runs {counted} collectives; the target is at most {task.num_collectives}",
         "slow-many-units",
     )
-    return f"{verdict} {counted} collectives per step."
+    return f"{verdict} A step runs {counted} collectives."
 
 
 def _expect_same_settings(record: RunRecord, task: RunTask) -> None:
@@ -56,7 +56,7 @@ def _expect_same_settings(record: RunRecord, task: RunTask) -> None:
         expect(settings[name] == value, f"the exercise keeps {name} at {value!r}; your run has {settings[name]!r}")
     expect(
         record.config.strategy in task.strategies,
-        f"the exercise asks for strategy {' or '.join(task.strategies)}; your run has {record.config.strategy!r}",
+        f"the exercise asks for the {' or '.join(task.strategies)} strategy; your run uses {record.config.strategy!r}",
     )
     expect(
         task.world_size in (None, record.world_size),

@@ -1,4 +1,4 @@
-"""The small training run shared by the build exercises: a model, batches, optimizers and the right losses.
+"""The small training run shared by the coding exercises: a model, batches, optimizers and the right losses.
 
 Every rank also trains alone on the full batch, without collectives; any data-parallel run must get the same
 losses.
@@ -88,10 +88,10 @@ def train_averaging(model: nn.Module, rank: int, world_size: int, average: Calla
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an SGD optimizer, since its losses show whether gradients were averaged or summed; Adam would hide it."""
+    """Return an SGD optimizer, whose losses show whether gradients were averaged or summed; Adam would hide that."""
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an Adam optimizer whose `eps` is large enough for the losses to show this difference, too."""
+    """Return an Adam optimizer with an `eps` so large that its losses also show whether gradients were averaged."""
     return torch.optim.Adam(parameters, lr=0.1, eps=0.1)

@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts the ranks on a machine: its arguments, signals, rendezvous and shutdown."""
+"""Failures of torchrun's agent, which starts a machine's ranks: arguments, signals, rendezvous and shutdown."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ def torchrun(script: str, *flags: str) -> Iterator[tuple[subprocess.Popen, Path]
 
 
 def last_step_after_a_hangup(*flags: str) -> Numbers:
-    """Send torchrun the signal that a closing terminal sends, and return the last step that its script reached."""
+    """Send torchrun a SIGHUP, as a closing terminal does, and return the last step that the script reached."""
     with torchrun(STEPS.format(num_steps=5), *flags) as (agent, folder):
         agent.send_signal(signal.SIGHUP)
         if agent.wait():
@@ -206,16 +206,16 @@ AGENTS = (
         title="The group waits for ranks that never join",
         why=(
             "The world size doesn't match the number of processes that were started. Maybe a node is missing, "
-            "`--nnodes` differs between machines, Slurm started one task instead of eight, or a second job's ranks "
-            "are being counted, too."
+            "`--nnodes` differs between machines, Slurm started one task instead of eight, or a second job's ranks are "
+            "counted as part of this job."
         ),
         tell=(
-            "The message has both numbers. If `worker_count` is below `world_size`, ranks are missing. If it's above, "
-            "two jobs share an address and port, or this job reuses an old `--rdzv-id` or file store."
+            "If `worker_count` in the message is smaller than `world_size`, ranks are missing. If `worker_count` is "
+            "larger, two jobs share an address and port, or this job reuses an old `--rdzv-id` or file store."
         ),
         fix=(
-            "Start exactly nnodes × nproc-per-node processes, with the same values on all machines. On Slurm, use "
-            "`srun --ntasks-per-node=1` in front of torchrun, or `--ntasks-per-node=8` without torchrun. Give each "
+            "Start exactly nnodes × nproc-per-node processes, and pass the same two values on all machines. On Slurm, "
+            "use `srun --ntasks-per-node=1` in front of torchrun, or `--ntasks-per-node=8` without torchrun. Give each "
             "job its own `--rdzv-id` and port."
         ),
         messages=(
@@ -265,8 +265,8 @@ AGENTS = (
         name="crash-local-rank-argument",
         title="unrecognized arguments: --local-rank",
         why=(
-            "`torch.distributed.launch` passes `--local-rank=N` to the script, and since PyTorch 2.0, it spells it "
-            "with a hyphen. torchrun doesn't pass this argument. It sets environment variables instead."
+            "`torch.distributed.launch` passes `--local-rank=N` to the script, spelled with a hyphen since PyTorch "
+            "2.0. torchrun doesn't pass this argument; it sets environment variables instead."
         ),
         tell="The script parses `--local_rank`, and it's started with `python -m torch.distributed.launch`.",
         fix=(
@@ -302,13 +302,13 @@ AGENTS = (
         name="crash-hangup",
         title="SignalException: Process got signal: 1",
         why=(
-            "The terminal or SSH session that torchrun was started from has closed, which sent torchrun a SIGHUP. "
-            "`nohup` doesn't help, because torchrun installs its own handler for that signal. Signal 15 comes from a "
-            "scheduler, or from somebody's `kill`."
+            "torchrun received a SIGHUP because the terminal or SSH session it was started from has closed. `nohup` "
+            "doesn't help, because torchrun installs its own handler for that signal. Signal 15 comes from a scheduler "
+            "or a `kill` command."
         ),
         tell="The message names the signal, and the ranks' logs end in the middle of a step without an error.",
         fix=(
-            "Start torchrun in `tmux` or as a scheduler job. Or keep it from handling SIGHUP: `nohup torchrun "
+            "Start torchrun in `tmux` or as a scheduler job. Or keep torchrun from handling SIGHUP: `nohup torchrun "
             "--signals-to-handle SIGTERM,SIGINT,SIGQUIT ... &`."
         ),
         messages=(
@@ -344,13 +344,13 @@ AGENTS = (
     ),
     Failure(
         name="crash-rendezvous-closed",
-        title="RendezvousClosedError, or a node that joins too late",
+        title="RendezvousClosedError, or a node joins too late",
         why=(
             "torchrun's agents find each other through a rendezvous ID. Once one node has finished or failed, it "
             "closes the rendezvous, and any node that restarts or arrives later finds it closed. Reusing an old job's "
-            "ID looks the same."
+            "ID has the same effect."
         ),
-        tell="The real error is in the log of the first node to leave, earlier than this message.",
+        tell="The real error comes before this message, in the log of the node that left first.",
         fix=(
             "Use a new ID for every job, such as `--rdzv-id=$SLURM_JOB_ID`. Make sure that all nodes join in time "
             "(`--rdzv-conf=join_timeout=600`), and read the log of the node that failed first. If you run several "
@@ -379,13 +379,13 @@ AGENTS = (
         name="save-two-writers",
         title="Two runs write to the same folder",
         why=(
-            "torchrun was killed with SIGKILL, but its ranks kept running as orphans, and they still write to the "
+            "torchrun was killed with SIGKILL, but its ranks kept running as orphans, and they're still writing to the "
             "folder that the next run uses."
         ),
-        tell="`python -m fsdp_helpers doctor` lists these ranks. In `ps -ef`, their parent is process 1.",
+        tell="`python -m fsdp_helpers doctor` lists orphaned ranks. In `ps -ef`, an orphan's parent is process 1.",
         fix=(
             "Ask Linux to kill each rank when its agent dies (`prctl`), and lock the folder, as `train` does. "
-            "[10](10_many_machines.ipynb) lists all the ways that a job can end."
+            "[Notebook 10](10_many_machines.ipynb) lists all the ways that a job can end."
         ),
         behavior=(
             "two runs write to the same folder; ranks of a killed torchrun still train",
@@ -401,17 +401,17 @@ AGENTS = (
         name="hang-extension-lock",
         title="Stuck at Using ~/.cache/torch_extensions as PyTorch extensions root",
         why=(
-            "The first time a CUDA extension is used, it's compiled, and a lock file keeps other processes out. A "
-            "build that was killed leaves the lock file behind, and every later process waits for it to go away. On a "
-            "network disk, ranks on several nodes wait for one another."
+            "A CUDA extension is compiled the first time it's used, and a lock file keeps other processes out. A "
+            "killed build leaves the lock file behind, and every later process waits for it to go away. On a network "
+            "disk, ranks on several nodes wait for one another."
         ),
         tell=(
-            "`py-spy dump` shows `file_baton.py` in `wait`. The folder contains a file called `lock` that's older "
-            "than the job."
+            "`py-spy dump` shows `wait` in `file_baton.py`. The extension's folder contains a file called `lock` "
+            "that's older than the job."
         ),
         fix=(
-            "Run `rm -rf ~/.cache/torch_extensions`, then build on one rank first, or install a prebuilt version of "
-            "the extension. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk."
+            "Run `rm -rf ~/.cache/torch_extensions`, and then build the extension on a single rank first. Or install a "
+            "prebuilt version. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk."
         ),
         behavior=(
             "hangs while loading or compiling an extension: fused_adam, cpu_adam, deformable attention, ninja",

@@ -1,4 +1,4 @@
-"""Models that take different paths across ranks or when recomputed in backward, and a step that fails halfway."""
+"""Models whose path differs between ranks or in recomputation, and a step that fails halfway."""
 
 import torch
 from torch import Tensor, nn
@@ -223,11 +223,11 @@ BRANCHES = (
         name="wrong-unused-parameters",
         title="Ranks use different heads, and their gradients are mixed up",
         why=(
-            "FSDP2 packs the gradients that a unit has into one buffer and reduces it. Rank 0 has a gradient for head "
-            "0, and rank 1 has one for head 1. Both end up in the same place in the buffer, so they're added "
-            "together, without an error. In DDP, `find_unused_parameters=True` handles this."
+            "FSDP2 packs whatever gradients a unit has into one buffer and reduces the buffer. Here, rank 0 has a "
+            "gradient for head 0, and rank 1 has one for head 1. Both gradients end up in the same place in the buffer "
+            "and are added together, without an error. Under DDP, `find_unused_parameters=True` prevents this."
         ),
-        tell="One head's gradient contains the other's. Compare with one process or with DDP.",
+        tell="One head's gradient includes the other head's. Compare with a run in one process or under DDP.",
         fix=(
             "Call `model.set_reduce_scatter_unused_params(True)` (PyTorch 2.13 or later), so that parameters without "
             "a gradient contribute zeros."
@@ -246,13 +246,13 @@ BRANCHES = (
         name="crash-unused-parameters",
         title="Expected to have finished reduction in the prior iteration before starting a new one",
         why=(
-            "DDP waits for the gradient of every parameter. A head, branch or modality that this step doesn't use "
-            "gets no gradient, and neither does a layer whose output isn't part of the loss. The next forward then "
-            "finds the reduction unfinished."
+            "DDP waits for the gradient of every parameter. A head, branch or modality that a step doesn't use gets no "
+            "gradient, and neither does a layer whose output isn't part of the loss. The next forward pass then finds "
+            "the reduction unfinished."
         ),
         tell=(
-            "Run one backward without DDP, and print `[n for n, p in model.named_parameters() if p.requires_grad and "
-            "p.grad is None]`. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names these parameters, too."
+            "Run one backward pass without DDP, and print `[n for n, p in model.named_parameters() if p.requires_grad "
+            "and p.grad is None]`. `TORCH_DISTRIBUTED_DEBUG=DETAIL` also names these parameters."
         ),
         fix=(
             "Use `DistributedDataParallel(model, find_unused_parameters=True)`. Better yet, freeze or remove layers "
@@ -299,11 +299,11 @@ BRANCHES = (
             "half of the other. If the shapes differ, gloo aborts and NCCL hangs. This happens with a vision tower "
             "that's skipped when a batch has no images, or with an expert that gets no tokens."
         ),
-        tell="Trace each rank's forward. The units, or the number of units, will differ.",
+        tell="Trace the forward pass on each rank: the ranks call different units, or a different number of units.",
         fix=(
-            "Call every unit on every rank, in the same order. Where you don't need a unit's output, give it a dummy "
-            "input and a weight of 0: `loss + 0.0 * tower(blank).sum()`. Or keep the layers that only some ranks use "
-            "in the root unit, with `set_reduce_scatter_unused_params(True)`."
+            "Call every unit on every rank, in the same order. If you don't need a unit's output, call the unit on a "
+            "dummy input and give its output a weight of 0: `loss + 0.0 * tower(blank).sum()`. Or, if only some ranks "
+            "use a layer, leave that layer in the root unit and call `set_reduce_scatter_unused_params(True)`."
         ),
         numbers=("a shared body's gradient is wrong where ranks run different experts",),
         behavior=(
@@ -333,9 +333,9 @@ BRANCHES = (
         name="crash-checkpoint-branch",
         title="A different number of tensors was saved during the original forward and recomputation",
         why=(
-            "Activation checkpointing runs the forward again during backward and expects the same operations. If the "
-            "code branches on a counter, a cache (`use_cache=True`) or a random number drawn outside torch, the "
-            "second forward takes a different path."
+            "Activation checkpointing repeats the forward pass during backward and expects the same operations. If the "
+            "code branches on a counter, a cache (`use_cache=True`) or a random number drawn outside torch, the second "
+            "forward pass takes a different path."
         ),
         tell="`torch.utils.checkpoint.set_checkpoint_debug_enabled(True)` prints both lists of operations.",
         fix=(
@@ -378,19 +378,19 @@ BRANCHES = (
     ),
     Failure(
         name="memory-after-oom",
-        title="Once a step has run out of memory, every later step takes more memory and trains wrongly",
+        title="After one step runs out of memory, every later step uses more memory and trains wrongly",
         why=(
-            "An exception in the middle of backward leaves the units unsharded. If you catch it and go on to the next "
-            "batch, they stay that way: each rank holds full parameters and full gradients, and doesn't reduce them. "
-            "No error is raised."
+            "An exception in the middle of backward leaves the units unsharded. If you catch the exception and go on "
+            "to the next batch, the units stay that way: each rank holds full parameters and full gradients, and the "
+            "gradients aren't reduced. No error is raised."
         ),
         tell=(
-            "Between steps, memory is higher than before the failure, and `type(next(model.parameters()))` isn't "
+            "Between steps, memory use is higher than before the failure, and `type(next(model.parameters()))` isn't "
             "DTensor."
         ),
         fix=(
-            "After catching the exception, call `model.reset_iter_state()` on the root, on every rank, then "
-            "`zero_grad()`."
+            "After catching the exception, call `model.reset_iter_state()` on the root, and then `zero_grad()`, on "
+            "every rank."
         ),
         numbers=("memory is several GB higher after one step ran out of memory; later steps have no reduce-scatter",),
         behavior=(

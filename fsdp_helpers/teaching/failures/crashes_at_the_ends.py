@@ -188,16 +188,16 @@ CRASHES_AT_THE_ENDS = (
         title="environment variable RANK expected, but not set",
         why=(
             "`init_process_group` reads the rank, the world size and the address from environment variables that "
-            "torchrun sets. If you start the script with `python train.py`, they aren't set, and a script that "
-            "doesn't check for them trains alone, as rank 0 of 1."
+            "torchrun sets. If you start the script with `python train.py`, those variables aren't set, and a script "
+            "that doesn't check for them trains alone, as rank 0 of 1."
         ),
         tell=(
-            "`env | grep -E 'RANK|WORLD_SIZE|MASTER'` prints nothing. A collective that's called without "
-            "`init_process_group` fails with *Default process group has not been initialized*."
+            "`env | grep -E 'RANK|WORLD_SIZE|MASTER'` prints nothing. A collective called without `init_process_group` "
+            "fails with *Default process group has not been initialized*."
         ),
         fix=(
-            "Start it with `torchrun --standalone --nproc-per-node 8 train.py`. Under Slurm, start one torchrun per "
-            "node, as in [10](10_many_machines.ipynb)."
+            "Start the script with `torchrun --standalone --nproc-per-node 8 train.py`. Under Slurm, start one "
+            "torchrun per node, as in [notebook 10](10_many_machines.ipynb)."
         ),
         messages=("environment variable RANK expected, but not set",),
         behavior=(
@@ -283,16 +283,16 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-connection-closed",
-        title="A healthy rank is the one that fails",
+        title="The rank that raises the error is the healthy one",
         why=(
-            "Rank 1 had fewer batches, so it finished first and exited. Rank 0 then finds its connection closed, and "
+            "Rank 1 has fewer batches, so it finishes first and exits. Rank 0 then finds its connection closed, and "
             "its traceback points at an innocent all-reduce."
         ),
         tell=(
-            "The message is about a connection, not about your code. Look at the *other* ranks: which one ended "
+            "The message is about a connection, not about your code. Look at the *other* ranks: which one exited "
             "first, and with what exit status? `launch` calls the roll and names the missing rank."
         ),
-        fix="Have all ranks agree on the number of steps before the loop. Here, they all use the smallest number.",
+        fix="Have all ranks agree on the number of steps before the loop. Here, the smallest number wins.",
         messages=(
             "Connection closed by peer",
             "This is typically caused by a remote worker",
@@ -356,13 +356,13 @@ CRASHES_AT_THE_ENDS = (
         name="crash-port-in-use",
         title="The server socket has failed to listen: address already in use",
         why=(
-            "A fixed port such as 29500 goes to whoever takes it first, which may be someone else's run or a leftover "
-            "process of your own."
+            "A fixed port such as 29500 belongs to whichever process opens it first. That may be someone else's run, "
+            "or a leftover process of yours."
         ),
         tell=(
-            "The error names the port. `ss -ltnp | grep PORT` shows which process has it, and `doctor` lists leftovers."
+            "The error names the port. `ss -ltnp | grep PORT` shows the process using it, and `doctor` lists leftovers."
         ),
-        fix="Let the system choose a free port: port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
+        fix="Let the system choose a free port: use port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
         messages=(
             "The server socket has failed to listen on any local network address",
             "EADDRINUSE",
@@ -406,11 +406,11 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-no-traceback",
-        title="ChildFailedError, and no traceback",
+        title="ChildFailedError without a traceback",
         why=(
-            "torchrun's report contains a rank's exit code. It contains the traceback only if the rank wrote one for "
-            "torchrun. Your own error is further up in the output, among the lines of the rank that failed first, or "
-            "in that rank's log file."
+            "torchrun's report always contains the rank's exit code, but it contains the traceback only if the rank "
+            "saved one for torchrun. Your own error is further up in the output, among the lines of the rank that "
+            "failed first, or in that rank's log file."
         ),
         tell=(
             "The report says `error_file: <N/A>`. Search upward in the output for the first `Traceback`. Look at the "
@@ -419,8 +419,8 @@ CRASHES_AT_THE_ENDS = (
             "after a different rank failed."
         ),
         fix=(
-            "Put `@record` (from `torch.distributed.elastic.multiprocessing.errors`) above `main()`. With `torchrun "
-            "--log-dir logs --tee 3`, you also keep what each rank prints."
+            "Put `@record` (from `torch.distributed.elastic.multiprocessing.errors`) above `main()`. To keep each "
+            "rank's output as well, use `torchrun --log-dir logs --tee 3`."
         ),
         messages=(
             "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
@@ -465,17 +465,17 @@ CRASHES_AT_THE_ENDS = (
         name="hang-dead-address",
         title="The client socket has timed out while trying to connect",
         why=(
-            "A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. Either these variables are left over "
-            "from a different job, or rank 0 hasn't started or has failed, or the name resolves to a machine that "
-            "doesn't answer. If the address is `localhost` on every node, each node waits for itself."
+            "A rank looks for the others at `MASTER_ADDR` and `MASTER_PORT`. Maybe these variables are left over from "
+            "a different job, rank 0 hasn't started or has failed, or the name resolves to a machine that doesn't "
+            "answer. If the address is `localhost` on every node, each node waits for itself."
         ),
         tell=(
-            "The message contains the address and the port. Check whether rank 0 is running there. `python -m "
-            "fsdp_helpers doctor` finds stale variables."
+            "The message contains the address and the port. Check whether rank 0 is running at that address. `python "
+            "-m fsdp_helpers doctor` finds stale variables."
         ),
         fix=(
             "Run `unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`. On one machine, use `torchrun --standalone`. On "
-            "several, give all of them the same `--rdzv-endpoint=HOST:PORT`."
+            "several machines, give them all the same `--rdzv-endpoint=HOST:PORT`."
         ),
         messages=("The client socket has timed out after 2000ms while trying to connect to",),
         behavior=(
@@ -543,8 +543,8 @@ CRASHES_AT_THE_ENDS = (
         name="crash-notebook-function",
         title="Can't get attribute 'worker' on module '__main__'",
         why=(
-            "A spawned process imports the module that its function is defined in. A function from a notebook cell "
-            "belongs to `__main__`, and in the new process, `__main__` is a different program."
+            "A spawned process imports the module that defines its function. A function from a notebook cell belongs "
+            "to `__main__`, and in the new process, `__main__` is a different program."
         ),
         tell="The error comes from the child process, in `multiprocessing.spawn`, before any of your code runs.",
         fix="Put the function in a module. A `%%writefile` cell is enough.",

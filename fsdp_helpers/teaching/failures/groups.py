@@ -183,8 +183,8 @@ GROUPS = (
         ),
         tell="`dist.is_initialized()` is True before your call.",
         fix=(
-            "Write `if not dist.is_initialized(): dist.init_process_group(...)`. If you use a framework, leave this "
-            "call to it."
+            "Write `if not dist.is_initialized(): dist.init_process_group(...)`. If you use a framework, let the "
+            "framework make this call."
         ),
         messages=(
             "trying to initialize the default process group twice!",
@@ -207,13 +207,13 @@ GROUPS = (
         name="crash-mesh-size",
         title="The mesh's size doesn't match the number of ranks",
         why=(
-            "The product of the mesh's dimensions has to be the world size. If you ask for a mesh of eight and the "
-            "job has one rank, you forgot torchrun."
+            "The product of the mesh's dimensions has to be the world size. If you ask for a mesh of eight ranks and "
+            "the job has only one rank, you forgot to use torchrun."
         ),
         tell="Print `dist.get_world_size()` and the mesh's shape.",
         fix=(
-            "Use `init_device_mesh('cuda', (world_size // tp, tp), mesh_dim_names=('dp', 'tp'))`, and start that many "
-            "ranks with torchrun."
+            "Use `init_device_mesh('cuda', (world_size // tp, tp), mesh_dim_names=('dp', 'tp'))`, and start "
+            "`world_size` ranks with torchrun."
         ),
         messages=("Mesh should not be bigger than default world size",),
         behavior=(
@@ -254,12 +254,12 @@ GROUPS = (
             "from `new_group`, and can't communicate through it."
         ),
         tell=(
-            "`dist.get_process_group_ranks(group)` doesn't contain the rank in the call, or the rank that makes the "
+            "`dist.get_process_group_ranks(group)` doesn't contain the rank named in the call, or the rank making the "
             "call."
         ),
         fix=(
             "Use `dist.broadcast(t, group=group, group_src=0)`, or `src=dist.get_global_rank(group, 0)`. Put `if "
-            "dist.get_rank(group) >= 0:` around the calls that only members make."
+            "dist.get_rank(group) >= 0:` around any calls that only members should make."
         ),
         messages=("is not part of group",),
         behavior=(
@@ -320,17 +320,17 @@ GROUPS = (
         name="crash-gather-shapes",
         title="all_gather with tensors of different shapes",
         why=(
-            "A collective doesn't send shapes along, so every rank has to pass a tensor of the same shape and dtype. "
-            "The shapes differ if the last batch is smaller, if texts have different lengths, or if each image has a "
-            "different number of boxes."
+            "A collective doesn't send shapes, so every rank has to pass a tensor of the same shape and dtype. The "
+            "shapes differ if the last batch is smaller, or if texts or lists of boxes have different lengths."
         ),
         tell=(
             "Print `tensor.shape, tensor.dtype` on every rank just before the call. gloo aborts the process that "
             "receives too much. NCCL may not report anything: the numbers come back mixed up, or the call hangs."
         ),
         fix=(
-            "All-gather the lengths, pad to the longest, all-gather, and truncate. `accelerator.pad_across_processes` "
-            "and `gather_for_metrics` do this for you. For Python objects of any size, use `dist.all_gather_object`."
+            "All-gather the lengths, pad the tensors to the longest, all-gather them, and truncate. "
+            "`accelerator.pad_across_processes` and `gather_for_metrics` do this for you. For Python objects of any "
+            "size, use `dist.all_gather_object`."
         ),
         messages=("Received data size doesn't match expected size",),
         behavior=(
@@ -370,10 +370,10 @@ GROUPS = (
         name="crash-sharded-twice",
         title="A module or a mesh is used for FSDP twice",
         why=(
-            "A cell that ran twice, or the framework's `prepare`, shards a unit again. Or a loop over "
-            "`model.modules()` starts with the root, which takes all the parameters. The layers' parameters are then "
-            "already DTensors, so `fully_shard` assumes that they belong to a different mesh dimension and doesn't "
-            "find their mesh."
+            "Running a cell twice, or calling a framework's `prepare` on a sharded model, shards a unit again. Or a "
+            "loop over `model.modules()` starts with the root, which takes all the parameters. The layers' parameters "
+            "are then already DTensors, so `fully_shard` assumes that they belong to a different mesh dimension and "
+            "can't find their mesh."
         ),
         tell="`isinstance(model, FSDPModule)` is True before your call.",
         fix=(
@@ -401,19 +401,19 @@ GROUPS = (
     ),
     Failure(
         name="crash-cross-mesh",
-        title="DTensors on two meshes meet in one operation, in clipping or in the optimizer",
+        title="Clipping or the optimizer combines DTensors on two meshes",
         why=(
-            "With FSDP and a second dimension (`tp`, `ep`), some parameters are on a mesh with one dimension and "
-            "others on a mesh with two. Clipping stacks the norms of all gradients, and in older versions, the "
+            "With FSDP and a second dimension (`tp`, `ep`), some parameters are on a one-dimensional mesh and others "
+            "are on a two-dimensional mesh. Clipping stacks the norms of all gradients, and in older versions, the "
             "optimizers' foreach and fused kernels take all parameters in one call."
         ),
         tell=(
-            "`{p.device_mesh for p in model.parameters()}` contains more than one mesh. Plain tensors mixed with "
-            "DTensors have the same effect."
+            "`{p.device_mesh for p in model.parameters()}` contains more than one mesh. Mixing plain tensors with "
+            "DTensors causes the same error."
         ),
         fix=(
             "Use one parameter group or one optimizer per mesh, or pass `foreach=False, fused=False`. To clip, call "
-            "`torch.nn.utils.get_total_norm` on each mesh's gradients and then on those norms, and call "
+            "`torch.nn.utils.get_total_norm` on each mesh's gradients and then on the resulting norms, and call "
             "`clip_grads_with_norm_(group, max_norm, norm)` for each mesh."
         ),
         messages=("must have the same mesh, but got DeviceMesh",),

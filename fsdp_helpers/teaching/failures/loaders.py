@@ -226,13 +226,13 @@ def one_worker() -> Numbers:
 LOADERS = (
     Failure(
         name="crash-bad-batch",
-        title="DataLoader worker exited, or failed on one rank",
+        title="A DataLoader worker exits or fails on one rank",
         why=(
             "A worker process died or raised an exception: a file is damaged, a transform fails on one sample, or "
             "host memory ran out. Only that rank stops; the others report a timeout or a lost connection."
         ),
         tell=(
-            "The first traceback says *Caught ... in DataLoader worker process*. `num_workers=0` shows the real line."
+            "The first traceback says *Caught ... in DataLoader worker process*. To find the line, set `num_workers=0`."
         ),
         fix=(
             "Catch bad samples inside the dataset and replace them, so that every rank still gets the same number of "
@@ -272,12 +272,12 @@ LOADERS = (
         why=(
             "With `num_workers` above 0, the loader forks the process. A lock that a thread held at that moment (in "
             "tokenizers, OpenCV, OpenMP or a logger) stays locked in the worker forever. An HDF5 or LMDB handle that "
-            "was opened before the fork is shared by all workers, and breaks."
+            "was opened before the fork is shared by all workers and stops working."
         ),
         tell=(
-            "With `num_workers=0`, it runs. `py-spy dump --pid WORKER` shows a worker that waits inside a library. "
-            "Tokenizers prints a warning: *The current process just got forked, after parallelism has already been "
-            "used*."
+            "Training works with `num_workers=0`. `py-spy dump --pid WORKER` shows a worker waiting inside a library. "
+            "The tokenizers library prints a warning: *The current process just got forked, after parallelism has "
+            "already been used*."
         ),
         fix=(
             "Set `TOKENIZERS_PARALLELISM=false`, and call `cv2.setNumThreads(0)`. Open files in `__getitem__` or "
@@ -311,10 +311,10 @@ LOADERS = (
         name="crash-open-files",
         title="Too many open files",
         why=(
-            "Loader workers pass each tensor as a file descriptor; ranks × workers × prefetched batches can exceed "
+            "Loader workers pass each tensor as a file descriptor, and ranks × workers × prefetched batches can exceed "
             "the usual limit of 1,024 open files."
         ),
-        tell="Run `ulimit -n` inside the job; `python -m fsdp_helpers doctor` reports the limit, too.",
+        tell="To see the limit, run `ulimit -n` or `python -m fsdp_helpers doctor` inside the job.",
         fix=(
             "Raise the limit with `ulimit -n 65536`, or call "
             "`torch.multiprocessing.set_sharing_strategy('file_system')` at the top of the script."
@@ -341,9 +341,9 @@ LOADERS = (
     ),
     Failure(
         name="memory-loader-workers",
-        title="Host memory grows with every epoch: the loader's workers",
+        title="Loader workers take up more host memory with every epoch",
         why=(
-            "Forked workers share the data set's memory until something writes to it, and Python writes a reference "
+            "Forked workers share the data set's memory until something writes to it, and Python updates a reference "
             "count whenever it touches an object. So a list of a million paths or dictionaries gets copied, page by "
             "page, into each worker of each rank."
         ),
@@ -353,8 +353,8 @@ LOADERS = (
             "allocate memory*."
         ),
         fix=(
-            "Keep the metadata in one NumPy array, tensor, Arrow table or memory map, or serialize the list before "
-            "you give it to a `torch.utils.data` dataset. Use fewer workers, and put a limit on any caches inside the "
+            "Keep the metadata in one NumPy array, tensor, Arrow table or memory map, or serialize the list before you "
+            "give it to a `torch.utils.data` dataset. Use fewer workers, and limit the size of any caches inside the "
             "dataset."
         ),
         numbers=("RAM grows steadily in every epoch, GPU memory doesn't",),
@@ -382,12 +382,12 @@ LOADERS = (
         name="slow-data-loader",
         title="GPUs wait for data",
         why=(
-            "N ranks need data N times as fast from the same disk, prepared by the same cores. Loader workers restart "
-            "with every epoch unless they're persistent."
+            "N ranks need data N times as fast, but the data still comes from one disk and is prepared by the same "
+            "cores. Loader workers restart with every epoch unless they're persistent."
         ),
         tell=(
-            "If steps run at full speed when you repeat one batch, it's the loader. GPU utilization looks like a "
-            "sawtooth, and drops to 0 at the start of each epoch."
+            "If steps run at full speed when you repeat one batch, the loader is the bottleneck. GPU utilization looks "
+            "like a sawtooth, and drops to 0 at the start of each epoch."
         ),
         fix=(
             "Use `DataLoader(num_workers=cores // ranks, persistent_workers=True, pin_memory=True, "

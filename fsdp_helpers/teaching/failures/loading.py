@@ -62,7 +62,7 @@ def one_copy() -> Numbers:
 
 
 def compiled_weights() -> dict[str, Tensor]:
-    """Return the weights of a compiled model under the names from the model's own `state_dict`."""
+    """Return a compiled model's weights under the names that the model's own `state_dict` uses."""
     return {f"_orig_mod.{name}": tensor for name, tensor in small_model(seed=3).state_dict().items()}
 
 
@@ -224,13 +224,13 @@ LOADING = (
         name="save-one-ranks-shards",
         title="The saved file is too small and doesn't load: size mismatch",
         why=(
-            "On each rank, a sharded model's tensors are that rank's shards, so the file that rank 0 writes has only "
-            "its own shard of each tensor. FSDP1's flat tensors and ZeRO-3's are even empty (`torch.Size([0])`) "
+            "On each rank, a sharded model's tensors are that rank's shards, so a file written on rank 0 contains only "
+            "rank 0's shard of each tensor. With FSDP1 and ZeRO-3, the tensors are even empty (`torch.Size([0])`) "
             "unless they've been unsharded."
         ),
         tell=(
-            "The file has 1/N of the model's bytes, or a few hundred kB. The message says *copying a param with "
-            "shape*, and the first dimension is a fraction of the right one, or 0."
+            "The file is 1/N as large as the model, or only a few hundred kB. The message contains *copying a param "
+            "with shape*, and the first dimension of that shape is a fraction of the right size, or 0."
         ),
         fix=(
             "Call `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` on "
@@ -279,14 +279,14 @@ LOADING = (
         title="The host runs out of memory while the model is loaded",
         why=(
             "Each rank reads the full model before it keeps its shard, so eight ranks on one machine need host memory "
-            "for eight models. Linux then kills one of the processes, which can't print a message anymore."
+            "for eight models. Linux then kills one of the processes, which can no longer print a message."
         ),
         tell=(
-            "torchrun reports exit code -9, and `dmesg` says that a process ran out of memory. It happens before the "
-            "first step."
+            "torchrun reports exit code -9, and `dmesg` reports that a process ran out of memory. The kill comes "
+            "before the first step."
         ),
         fix=(
-            "Read the weights on rank 0 alone, with the model on the meta device on all other ranks, and call "
+            "Read the weights only on rank 0, build the model on the meta device on all other ranks, and call "
             "`set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, "
             "broadcast_from_rank0=True))`. Or load shards with `dcp.load`."
         ),
@@ -338,11 +338,11 @@ LOADING = (
         title="Loading succeeds, but the model is untrained",
         why=(
             "With `strict=False`, names that don't match are skipped. `torch.compile` puts `_orig_mod.` in front of "
-            "every name, and DDP puts `module.` there, so all names are skipped, without an error."
+            "every name, and DDP adds `module.`, so all names are skipped without an error."
         ),
         tell=(
-            "Print what `load_state_dict` returns: every key of the model is missing, and every key of the file is "
-            "unexpected. The first loss is that of an untrained model."
+            "Print what `load_state_dict` returns: every key in the model is missing, and every key in the file is "
+            "unexpected. The first loss is as high as an untrained model's."
         ),
         fix=(
             "Keep `strict=True` (the default). Remove the prefix with `name.removeprefix('_orig_mod.')`, or save with "
@@ -388,8 +388,8 @@ LOADING = (
         name="save-not-set",
         title="dcp.load reads the checkpoint, but the model doesn't change",
         why=(
-            "`dcp.load` fills the dictionary that you pass. A sharded state dict shares its memory with the model, "
-            "but a full one, or one on the CPU, is a copy, so loading into it doesn't change the model."
+            "`dcp.load` fills the dictionary that you pass. A sharded state dict shares its memory with the model. But "
+            "a full state dict, or a state dict on the CPU, is a copy, so loading into it doesn't change the model."
         ),
         tell="A parameter's norm is the same before and after loading.",
         fix=(
@@ -411,8 +411,8 @@ LOADING = (
         name="crash-meta-tensor",
         title="Cannot copy out of meta tensor; no data!",
         why=(
-            "A model built on the meta device has shapes but no values, so there's nothing to copy. If you use it as "
-            "it is, it fails with *is not on the expected device meta* or, if it's sharded, with *should be "
+            "A model built on the meta device has shapes but no values, so there's nothing to copy. If you use such a "
+            "model as it is, it fails with *is not on the expected device meta* or, if it's sharded, with *should be "
             "materialized from meta device*."
         ),
         tell="`[name for name, p in model.named_parameters() if p.is_meta]` isn't empty.",
@@ -453,10 +453,10 @@ LOADING = (
     ),
     Failure(
         name="wrong-schedule-per-rank",
-        title="Each rank steps with a different learning rate",
+        title="Each rank uses a different learning rate",
         why=(
-            "A schedule starts from the optimizer's `initial_lr`. With `broadcast_from_rank0`, only rank 0 gets it, "
-            "and the other ranks use the current learning rate instead. No error is raised."
+            "A schedule starts from the optimizer's `initial_lr`. With `broadcast_from_rank0`, only rank 0 gets this "
+            "value, and the other ranks use the current learning rate instead. No error is raised."
         ),
         tell="Log the learning rate of every rank, not only rank 0's.",
         fix=(
@@ -473,13 +473,13 @@ LOADING = (
         name="crash-scalar-parameter",
         title="fully_shard doesn't support scalar parameters",
         why=(
-            "FSDP splits a parameter along its first dimension, and a scalar, such as a logit scale or a layer scale, "
-            "doesn't have one. `fully_shard` also rejects a parameter that isn't contiguous."
+            "FSDP splits each parameter along its first dimension, but a scalar, such as a logit scale or a layer "
+            "scale, has no dimensions. `fully_shard` also rejects a parameter that isn't contiguous."
         ),
         tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` lists the scalars.",
         fix=(
-            "Make it a vector with one element, `nn.Parameter(torch.ones(1))`, and reshape it once in old "
-            "checkpoints, with `tensor.reshape(1)`. If a parameter isn't contiguous, use `parameter.data = "
+            "Replace the scalar with a one-element vector, `nn.Parameter(torch.ones(1))`, and reshape it in old "
+            "checkpoints with `tensor.reshape(1)`. If a parameter isn't contiguous, run `parameter.data = "
             "parameter.data.contiguous()`."
         ),
         messages=("fully_shard doesn't support scalar parameters",),

@@ -123,8 +123,8 @@ OUTSIDE = (
         name="wrong-unwrapped-module",
         title="Each rank trains its own model",
         why=(
-            "DDP reduces gradients in hooks that the wrapper's forward prepares. `model.module(batch)`, or an earlier "
-            "`model = model.module`, bypasses the wrapper, so no gradients are sent, and no error is raised."
+            "DDP reduces gradients in hooks that the wrapper's `forward` prepares. `model.module(batch)`, or an "
+            "earlier `model = model.module`, bypasses the wrapper, so no gradients are sent, and no error is raised."
         ),
         tell="If you delay one rank, the others don't wait for it. After a step, the ranks' parameters differ.",
         fix=(
@@ -168,13 +168,13 @@ OUTSIDE = (
         name="crash-ready-twice",
         title="Expected to mark a variable ready only once",
         why=(
-            "DDP counts each parameter's gradient once per backward. Reentrant activation checkpointing starts a "
-            "second backward inside the first, and DDP's search for unused parameters doesn't know about it. Using a "
-            "module twice has the same effect."
+            "DDP counts each parameter's gradient once per backward pass. Reentrant activation checkpointing starts a "
+            "second backward pass inside the first, which DDP's search for unused parameters doesn't know about. Using "
+            "a module twice has the same effect."
         ),
         tell=(
-            "It happens with `use_reentrant=True`, the old default of transformers' gradient checkpointing, but not "
-            "without checkpointing. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names the parameter."
+            "The error occurs with `use_reentrant=True`, the old default of transformers' gradient checkpointing, but "
+            "not without checkpointing. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names the parameter."
         ),
         fix=(
             "Use `checkpoint(layer, x, use_reentrant=False)`. In transformers, pass "
@@ -210,8 +210,8 @@ OUTSIDE = (
         name="crash-no-sharding-strategy",
         title="Sharding propagation failed: an operation that DTensor doesn't know",
         why=(
-            "DTensor needs a rule for how each operation works on shards, and rare operations don't have one. They "
-            "turn up in logged statistics, custom optimizers and initialization code."
+            "DTensor needs a rule for how each operation works on shards. Rare operations, which turn up in logged "
+            "statistics, custom optimizers and initialization code, don't have one."
         ),
         tell="The message names the operation, which starts with `aten.`. Before `fully_shard`, the same line works.",
         fix=(
@@ -244,8 +244,8 @@ OUTSIDE = (
         title="mat1 and mat2 must have the same dtype",
         why=(
             "The weights are in bf16 and an input is in fp32, or the other way around. `MixedPrecisionPolicy` casts "
-            "the inputs of a unit's forward. It doesn't help if you converted the model by hand, or if a layer gets "
-            "its input from outside the unit's forward."
+            "the inputs to a unit's `forward`. The policy doesn't help if you converted the model by hand, or if a "
+            "layer gets its input from outside that `forward`."
         ),
         tell=(
             "Print `x.dtype` and `layer.weight.dtype` on the line that fails. An adapter, a norm in fp32 or a value "
@@ -300,14 +300,14 @@ OUTSIDE = (
         name="memory-graph-kept",
         title="Memory grows with every batch of an evaluation",
         why=(
-            "Without `torch.no_grad()`, a forward keeps its activations for a backward. If you add the loss tensor to "
-            "a running total, the total keeps every batch's graph, with all its tensors, for as long as it exists."
+            "Without `torch.no_grad()`, a forward pass keeps its activations for backward. If you add the loss tensor "
+            "to a running total, the total keeps every batch's graph alive, with all its tensors."
         ),
         tell=(
-            "`total.grad_fn` isn't None. Memory grows by the same amount with every batch, and it runs out in "
+            "`total.grad_fn` isn't None. Memory grows by the same amount with every batch, and runs out during "
             "evaluation."
         ),
-        fix="Put `with torch.no_grad():` around an evaluation, and write `total += loss.detach()` in training.",
+        fix="Put `with torch.no_grad():` around the evaluation loop, and write `total += loss.detach()` in training.",
         numbers=(
             "memory grows by the same amount with every batch",
             "GPU memory rises step by step and never falls",

@@ -1,4 +1,4 @@
-"""Number formats: weights without fp32 masters, a loss that overflows, and a unit with two formats."""
+"""Number formats: training without fp32 master weights, a loss that overflows, and a unit with two dtypes."""
 
 import torch
 from torch import nn
@@ -135,11 +135,11 @@ PRECISION = (
             "state in the dtype that the model was loaded in. No error is raised."
         ),
         tell=(
-            "The parameters that the optimizer gets are in bf16: print `next(model.parameters()).dtype`. Count how "
-            "many weights a step changes."
+            "The optimizer's parameters are in bf16: print `next(model.parameters()).dtype`. Count how many weights a "
+            "step changes."
         ),
         fix=(
-            "Load in fp32, and compute in bf16: `fully_shard(model, "
+            "Load the model in fp32, and compute in bf16: `fully_shard(model, "
             "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`."
         ),
         numbers=("a few percent of the weights change in a step",),
@@ -163,8 +163,8 @@ PRECISION = (
         title="The loss becomes nan in mixed precision",
         why=(
             "The largest fp16 number is 65,504. Larger activations, losses and gradients become inf, and inf - inf is "
-            "nan. Small gradients become 0. A `GradScaler` saves the small ones, and it skips steps in which a "
-            "gradient overflowed, which it has to do on all ranks together. `torch.autocast` on top of a "
+            "nan. Small gradients become 0. A `GradScaler` keeps small gradients from becoming 0 and skips steps in "
+            "which a gradient overflowed. All ranks have to skip the same steps. Using `torch.autocast` on top of a "
             "`MixedPrecisionPolicy` casts twice."
         ),
         tell=(
@@ -215,8 +215,8 @@ PRECISION = (
         title="FSDP expects uniform original parameter dtype",
         why=(
             "A unit's trained parameters are all-gathered and reduced in one buffer, so they all need the same dtype. "
-            "Adapters in fp32 on a trained base in bf16 break that rule. FSDP1 says *Must flatten tensors with "
-            "uniform dtype*, and it checks frozen parameters, too."
+            "Adapters in fp32 on a trained base in bf16 break that rule. FSDP1's message is *Must flatten tensors with "
+            "uniform dtype*, and FSDP1 checks frozen parameters, too."
         ),
         tell="`{p.dtype for p in model.parameters() if p.requires_grad}` has two elements.",
         fix=(
@@ -257,13 +257,13 @@ PRECISION = (
         name="memory-frozen-in-fp32",
         title="FSDP2 with adapters takes more memory than FSDP1",
         why=(
-            "Something cast the full model to fp32, including the frozen base, so weights that never change are "
-            "stored in fp32, too. With FSDP1, accelerate casts only the trainable parameters."
+            "The full model was cast to fp32, including the frozen base, so even weights that never change are stored "
+            "in fp32. With FSDP1, accelerate casts only the trainable parameters."
         ),
         tell="`{p.dtype for p in model.parameters() if not p.requires_grad}` contains `float32`.",
         fix=(
-            "After loading, run `for p in model.parameters(): p.data = p.data.to(torch.float32 if p.requires_grad "
-            "else torch.bfloat16)`, and put the adapters in units of their own."
+            "After loading, run `for p in model.parameters(): p.data = p.data.to(torch.float32 if p.requires_grad else "
+            "torch.bfloat16)`, and put the adapters in separate units."
         ),
         behavior=(
             "FSDP2 takes more GPU memory, or more memory than FSDP, with LoRA",

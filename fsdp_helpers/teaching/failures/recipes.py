@@ -143,20 +143,20 @@ def one_line() -> Numbers:
 RECIPES = (
     Failure(
         name="wrong-schedule-steps",
-        title="The schedule runs N times too fast, or too slowly",
+        title="The schedule runs N times too fast or too slow",
         why=(
             "In every training step, accelerate's scheduler steps once per process, as if the data weren't split "
             "across ranks. A schedule made for the sharded loader's length therefore ends after 1/N of the training. "
-            "With accumulation, stepping the scheduler once per micro-batch does the same."
+            "With accumulation, stepping the scheduler once per micro-batch has the same effect."
         ),
         tell=(
             "Print the learning rate over an epoch, with one rank and with two. The number of steps per epoch is "
             "`len(loader)` *after* `prepare`."
         ),
         fix=(
-            "Create the schedule with `num_training_steps * accelerator.num_processes`; or don't pass the scheduler "
-            "to `prepare`; or use `Accelerator(step_scheduler_with_optimizer=False)`. Step the scheduler only when "
-            "the optimizer steps."
+            "Create the schedule with `num_training_steps * accelerator.num_processes`, keep the scheduler out of "
+            "`prepare`, or use `Accelerator(step_scheduler_with_optimizer=False)`. Step the scheduler only when the "
+            "optimizer steps."
         ),
         behavior=(
             (
@@ -179,17 +179,17 @@ RECIPES = (
         title="More GPUs, same recipe, worse accuracy",
         why=(
             "The batch size is per rank: with eight ranks, each step covers eight batches, and an epoch has an eighth "
-            "as many steps. After the same number of epochs, the model has had fewer updates, and the learning rate "
-            "still fits the small batch."
+            "as many steps. After the same number of epochs, the model has had fewer updates, and the learning rate is "
+            "still the one for a small batch."
         ),
         tell=(
-            "Global batch = per-rank batch × ranks × micro-batches. Print it along with the number of steps, and "
-            "compare both with the run on one GPU. If you divide one rank's counts by the size of the full data set, "
-            "the result is off by a factor of N."
+            "Compare the global batch size (per-rank batch size × ranks × micro-batches) and the number of steps with "
+            "the single-GPU run. If you divide one rank's counts by the size of the full data set, the result is off "
+            "by a factor of N."
         ),
         fix=(
-            "Divide the per-rank batch by N (you get the same curve), or keep it and scale up the learning rate, with "
-            "a warmup. For metrics, reduce the counts with `dist.all_reduce(correct)` before dividing."
+            "Divide the per-rank batch size by N (which gives the same curve), or keep that size and raise the "
+            "learning rate, with a warmup. For metrics, call `dist.all_reduce(correct)` before dividing."
         ),
         numbers=(
             "the accuracy is divided by the number of GPUs: 89% on one, 29% on three",
@@ -243,13 +243,13 @@ RECIPES = (
         name="wrong-every-rank-logs",
         title="Everything is printed, logged or written once per rank",
         why=(
-            "Each rank runs the full script: N progress bars, N runs in Weights & Biases, N processes writing one "
-            "file. And the number that one rank prints isn't the mean across ranks."
+            "Each rank runs the full script, so you get N progress bars, N Weights & Biases runs, and N processes "
+            "writing to one file. And the number that one rank prints isn't the mean across ranks."
         ),
         tell="The same line appears as many times as there are ranks.",
         fix=(
             "Put `if dist.get_rank() == 0:` around printing, logging and writing plain files, but never around a "
-            "collective or a forward. Reduce numbers across ranks before you print them."
+            "collective or a forward pass. Reduce numbers across ranks before you print them."
         ),
         behavior=(
             "logs, progress bars or wandb runs appear once for each GPU",

@@ -207,7 +207,7 @@ def half_of_the_tokens() -> Numbers:
 
 
 def count_copied_gradients(model: nn.Module) -> Numbers:
-    """Return how many stride warnings DDP issues in one backward: one for each gradient that it copies."""
+    """Return how many stride warnings DDP issues in one backward pass: one for each gradient that it copies."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(gray_images()).square().mean().backward()
@@ -248,12 +248,12 @@ def no_gradient() -> Numbers:
 SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
-        title="Accumulation over four micro-batches makes the network four times as busy",
-        why="Each micro-batch is a forward and a backward, and each all-gathers every unit again.",
+        title="Gradient accumulation over four micro-batches makes the network four times as busy",
+        why="Each micro-batch takes a forward pass and a backward pass, which all-gather the units again.",
         tell="Count the all-gathers in one step: the count grows with the number of micro-batches.",
         fix=(
-            "Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
-            "`model.set_reshard_after_backward(is_last)` for each micro-batch."
+            "If the parameters fit, keep them unsharded within a step: call `model.set_reshard_after_forward(False)` "
+            "once, and `model.set_reshard_after_backward(is_last)` for each micro-batch."
         ),
         numbers=(
             "the number of all-gathers grows with the number of micro-batches; the network is four times as busy",
@@ -270,7 +270,7 @@ SLOW = (
         name="slow-head-per-chunk",
         title="A chunked loss all-gathers the head again for each chunk",
         why=(
-            "The logits of a chunk are computed by calling the head. If the head is a unit, each call all-gathers it, "
+            "Each chunk's logits are computed by calling the head. If the head is a unit, each call all-gathers it, "
             "and so does each recomputation in backward."
         ),
         tell=("Count the all-gathers in one step with 1 chunk and with 4: the count grows with the number of chunks."),
@@ -287,10 +287,10 @@ SLOW = (
         name="slow-many-units",
         title="Each step has hundreds of small collectives",
         why=(
-            "If every linear layer is a unit, each one all-gathers separately. A collective costs its latency, "
-            "however small it is, and the peak hardly falls any further."
+            "If every linear layer is a unit, each layer is all-gathered separately. A collective costs at least its "
+            "latency, however little it sends, and such small units hardly lower peak memory any further."
         ),
-        tell="Count the collectives of one step, and compare the largest unit with the average.",
+        tell="Count the collectives in one step, and compare the largest unit with the average.",
         fix="Make one unit per block: `for block in model.blocks: fully_shard(block)`.",
         numbers=("hundreds of small collectives in a step",),
         behavior=(
@@ -307,15 +307,15 @@ SLOW = (
     ),
     Failure(
         name="slow-every-rank-downloads",
-        title="The start takes a long time, and now and then the data is damaged",
+        title="Startup takes a long time, and the data is sometimes damaged",
         why=(
-            "Every rank prepares the same folder at the same time. That makes N downloads, and one rank reads files "
+            "Every rank prepares the same folder at the same time. There are N downloads, and one rank may read files "
             "that another is still writing."
         ),
         tell="The download appears in the log once per rank.",
         fix=(
             "Write `if rank == 0: download()`, then `dist.barrier()` on all ranks. On several machines, download on "
-            "one rank of each."
+            "one rank per machine."
         ),
         numbers=("a download shows up in the log once per rank",),
         behavior=(
@@ -344,7 +344,7 @@ SLOW = (
         title="Ranks on one machine take turns instead of running in parallel",
         why=(
             "Each process starts one thread per core, so N ranks have N times as many threads as the machine has "
-            "cores. torchrun therefore sets one thread per rank, which may be too few."
+            "cores. torchrun therefore limits each rank to one thread, which may be too few."
         ),
         tell=(
             "Multiply `torch.get_num_threads()` by the number of ranks on this machine, and compare the product with "
@@ -367,19 +367,19 @@ SLOW = (
     ),
     Failure(
         name="slow-straggler",
-        title="All ranks wait for the slowest",
+        title="All ranks wait for the slowest one",
         why=(
             "No collective finishes before the last rank joins. If one GPU is too hot, shares its link or its CPU, or "
-            "gets longer sequences, it slows everyone down."
+            "gets longer sequences, its rank slows all ranks down."
         ),
         tell=(
-            "Time each rank's forward and backward *without* collectives, or look for the rank that enters each "
+            "Time forward and backward on each rank *without* collectives, or look for the rank that enters each "
             "all-reduce last. `nvidia-smi -q -d PERFORMANCE,CLOCK` shows throttling and clocks; `nvidia-smi -q` shows "
             "the PCIe link's width."
         ),
         fix=(
-            "Balance the work: make batches by number of tokens, from sequences sorted by length. Take the slow node "
-            "out, or stop whatever else is running on it. On Slurm, pass `--cpu-bind=cores`."
+            "Balance the work: sort sequences by length, and form batches by number of tokens. Take the slow node out "
+            "of the job, or stop whatever else is running on it. On Slurm, pass `--cpu-bind=cores`."
         ),
         behavior=(
             "one GPU or node is slower than the rest: thermal throttling, clocks, shared CPU, PCIe x1",
@@ -395,10 +395,10 @@ SLOW = (
         title="Grad strides do not match bucket view strides",
         why=(
             "DDP's buckets store each gradient in its parameter's layout. A gradient that arrives in a different "
-            "layout (after `transpose` or `permute`, in 1 x 1 convolutions, with `channels_last` images and a model "
-            "that isn't) is copied once more in every step."
+            "layout (after `transpose` or `permute`, in 1 x 1 convolutions, or with `channels_last` images and a model "
+            "in a different layout) is copied an extra time in every step."
         ),
-        tell="It's only a warning; the results are right. The message has the sizes and strides of the parameter.",
+        tell="It's only a warning; the results are right. The message shows the parameter's sizes and strides.",
         fix=(
             "Give the model and the images the same layout: `model.to(memory_format=torch.channels_last)`. Call "
             "`.contiguous()` after the `transpose` or `permute` that feeds the layer. Or set "

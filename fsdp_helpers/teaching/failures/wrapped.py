@@ -214,22 +214,22 @@ def compile_each_layer(rank: int, world_size: int) -> Numbers:
 WRAPPED = (
     Failure(
         name="crash-training-state",
-        title="FSDP1 is expected to be in FORWARD_BACKWARD, but the current state is IDLE",
+        title="FSDP1 expects the FORWARD_BACKWARD state, but the current state is IDLE",
         why=(
-            "FSDP1 expects one forward and then one backward through each unit, and it puts its hooks on the tensors "
-            "that it finds in a unit's outputs. It doesn't find them inside an instance of your own class. The order "
-            "also breaks if the loss doesn't use a unit's output, if there are two forwards before a backward, if a "
-            "forward runs under `inference_mode`, or if a forward failed and was retried."
+            "FSDP1 expects one forward pass and then one backward pass through each unit, and it puts its hooks on the "
+            "tensors that it finds in a unit's outputs. It doesn't find tensors inside an instance of your own class. "
+            "The order also breaks if the loss doesn't use a unit's output, if there are two forward passes before a "
+            "backward pass, or if a forward pass runs under `inference_mode` or is retried after an error."
         ),
         tell=(
-            "Remove the object around the outputs, the second forward, the frozen or unused branch, or "
+            "Remove the object around the outputs, the second forward pass, the frozen or unused branch, or "
             "`auto_find_batch_size`, and see whether the error goes away. The first error in the log may be an "
             "out-of-memory error that was caught."
         ),
         fix=(
-            "Return tensors, or a tuple, a dictionary or a dataclass of tensors. Run one forward for each backward, "
-            "and use all outputs in the loss. Use `torch.no_grad()` instead of `inference_mode`. Set "
-            "`use_orig_params=True`, and don't make a unit of a module that isn't always used."
+            "Return tensors, or a tuple, a dictionary or a dataclass of tensors. Run one forward pass for each "
+            "backward pass, and use all outputs in the loss. Use `torch.no_grad()` instead of `inference_mode`. Set "
+            "`use_orig_params=True`, and don't wrap a module as a unit if it isn't always used."
         ),
         messages=(
             "expected to be in states [<TrainingState.FORWARD_BACKWARD: 2>] but current state is TrainingState.IDLE",
@@ -240,8 +240,8 @@ WRAPPED = (
             "FSDP has no find_unused_parameters: a part of the model that isn't used in the step fails",
             "an assertion in FSDP's _post_backward_hook or _pre_backward_hook",
             "FSDP training crashes in backward, DDP training works fine",
-            "GAN, reinforcement learning, a teacher or EMA model: several forwards before a backward under FSDP1",
-            "a forward in eval or no_grad between forward and backward; two backward calls",
+            "GAN, reinforcement learning, a teacher or EMA model: several forward passes before a backward pass under FSDP1",
+            "a forward pass in eval or no_grad between forward and backward; two backward calls",
             "accessing parameters or calling state_dict in the middle of a step",
         ),
         quotes={
@@ -280,8 +280,8 @@ WRAPPED = (
         ),
         tell="Search the code between wrapping and the first step for lines that change `model`.",
         fix=(
-            "First build, resize, add adapters and cast; then shard; then create the optimizer. If you need a copy, "
-            "build a second model and call `load_state_dict` on it."
+            "First build the model, resize it, add adapters and cast; then shard it; then create the optimizer. If you "
+            "need a copy, build a second model and call `load_state_dict` on it."
         ),
         messages=(
             "Cannot writeback when the",
@@ -347,18 +347,18 @@ WRAPPED = (
         name="crash-accumulation-flag",
         title="Accumulation ends inside no_sync, or the flag is set too late",
         why=(
-            "`no_sync` and `require_backward_grad_sync` also matter in the *forward*. If the last micro-batch's "
-            "forward is still inside `no_sync`, its gradients aren't reduced. With DDP, the ranks drift apart without "
-            "an error. With FSDP1, the full gradients don't match the shards' shapes in `step`."
+            "`no_sync` and `require_backward_grad_sync` also matter in the *forward pass*. If the last micro-batch's "
+            "forward pass is still inside `no_sync`, its gradients aren't reduced. With DDP, the ranks drift apart "
+            "without an error. With FSDP1, the full gradients don't match the shards' shapes in `step`."
         ),
         tell=(
             "With one micro-batch per step, the numbers are right. Compare `p.grad` across ranks after the last "
-            "backward."
+            "backward pass."
         ),
         fix=(
             "Write `with model.no_sync() if not is_last else nullcontext(): loss = model(batch); loss.backward()`, "
             "with forward *and* backward inside. With FSDP2, call `model.set_requires_gradient_sync(is_last)` before "
-            "the forward."
+            "the forward pass."
         ),
         messages=("must match the size of tensor b",),
         behavior=(
@@ -452,13 +452,13 @@ WRAPPED = (
     ),
     Failure(
         name="crash-compile-and-fsdp",
-        title="torch.compile around or inside FSDP",
+        title="torch.compile fails around or inside FSDP",
         why=(
-            "FSDP's hooks unshard and reshard parameters, which the compiler can't trace. It breaks the graph there "
-            "(with `fullgraph=True`, that's an error), or it fails because a `.data` has changed. With FSDP1's flat "
-            "parameters, all the tensors change."
+            "The compiler can't trace FSDP's hooks, which unshard and reshard parameters. At a hook, it breaks the "
+            "graph (an error with `fullgraph=True`), or it fails because a tensor's `.data` has changed. With FSDP1's "
+            "flat parameters, every parameter's `.data` changes."
         ),
-        tell="Without `torch.compile`, it runs. `TORCH_LOGS=graph_breaks` prints where the graph breaks.",
+        tell="The same run works without `torch.compile`. `TORCH_LOGS=graph_breaks` prints where the graph breaks.",
         fix=(
             "Compile each block, then shard it: `for b in model.layers: b.compile()`, then `fully_shard(b)`. With "
             "FSDP1, set `use_orig_params=True`. If several ranks compile at the same time, raise the timeout for the "

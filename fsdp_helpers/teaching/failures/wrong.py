@@ -177,8 +177,8 @@ WRONG = (
         name="wrong-same-data",
         title="Eight ranks learn no faster than one",
         why=(
-            "Without a sampler, or with one that isn't given the rank, every process reads the same images. All ranks "
-            "then have the same gradient, and averaging doesn't change it."
+            "Without a sampler, or with a sampler that isn't given the rank, every process reads the same images. All "
+            "ranks then have the same gradient, and averaging doesn't change it."
         ),
         tell="The gradient and the first step's loss are the same with any number of ranks.",
         fix="Give every rank its own images: `DistributedSampler(dataset)`, or `images[rank::world_size]`.",
@@ -201,13 +201,13 @@ WRONG = (
     ),
     Failure(
         name="wrong-summed-loss",
-        title="A recipe for one GPU learns too slowly on eight",
+        title="A single-GPU recipe learns too slowly on eight GPUs",
         why=(
-            "DDP and FSDP average the gradients over the ranks. If the loss is a sum, the result is the gradient of "
-            "the full batch divided by the number of ranks."
+            "DDP and FSDP average the gradients over the ranks. If the loss is a sum, you get the full batch's "
+            "gradient divided by the number of ranks."
         ),
-        tell="The gradient norm is exactly 1/N of that in one process.",
-        fix="Use a mean over the batch. If the loss has to be a sum, call `(loss * world_size).backward()`.",
+        tell="With N ranks, the gradient norm is exactly 1/N of the norm in one process.",
+        fix="Use the mean over the batch. If the loss has to be a sum, call `(loss * world_size).backward()`.",
         numbers=(
             "a gradient norm N times smaller than in one process; the recipe learns too slowly",
             "the effective batch size grows with the number of GPUs; the learning rate no longer fits",
@@ -260,11 +260,11 @@ WRONG = (
         name="wrong-clip-local-norm",
         title="Gradients are clipped by a different factor on each rank",
         why=(
-            "The norm of a rank's shards isn't the norm of the gradient. Each rank scales its shards by a different "
-            "factor, so the direction changes."
+            "The norm of one rank's shards isn't the norm of the full gradient. Each rank scales its shards by a "
+            "different factor, so the gradient's direction changes."
         ),
-        tell="Compute the norm again after clipping: it's above the limit.",
-        fix="Use `nn.utils.clip_grad_norm_`, which understands DTensors. With FSDP1, call `model.clip_grad_norm_`.",
+        tell="Compute the gradient norm again after clipping: it's above the limit.",
+        fix="Use `nn.utils.clip_grad_norm_`, which handles DTensors. With FSDP1, call `model.clip_grad_norm_`.",
         numbers=("a norm above the limit after clipping; each rank clips by a different factor",),
         behavior=(
             "gradient clipping doesn't work, or has no effect, with FSDP",
@@ -311,13 +311,13 @@ WRONG = (
         why=(
             "Muon orthogonalizes a full matrix. If you give it only one rank's rows, the update is off by 30 to 69% of "
             "its norm (on random matrices from 8 x 8 to 1,024 x 256, with 2 to 8 ranks). No error is raised. "
-            "`torch.optim.Muon` on DTensors is right, but that has a price: it all-gathers each matrix in every "
+            "`torch.optim.Muon` handles DTensors correctly, but at a price: it all-gathers each matrix in every "
             "iteration of its Newton-Schulz loop."
         ),
         tell="Compare one step's update of one matrix with the update in one process.",
         fix=(
-            "Pass the DTensors to `torch.optim.Muon(matrices)`, not the result of `to_local()`. Everything else goes "
-            "to AdamW."
+            "Pass the DTensors to `torch.optim.Muon(matrices)`, not the result of `to_local()`. Use AdamW for "
+            "everything else."
         ),
         numbers=("Muon's updates differ from those of one process by a third or more",),
         broken=orthogonalize_own_rows,
@@ -330,13 +330,13 @@ WRONG = (
         title="Convergence is a little worse than in one process",
         why=(
             "Up to PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` also reduces gradients in bf16, "
-            "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still uses bf16. The more "
-            "ranks there are, the more is lost to rounding."
+            "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still reduces in bf16. The "
+            "more ranks there are, the more is lost to rounding."
         ),
-        tell="Compare one step's gradient norm with the norm in fp32. Here, they differ in the fourth digit.",
+        tell="Compare one step's gradient norm with the fp32 norm. Here, the norms differ in the fourth digit.",
         fix=(
-            "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. It doubles the bytes "
-            "of the reduction."
+            "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. This doubles the "
+            "number of bytes that are reduced."
         ),
         numbers=("the gradient norm differs from fp32's in the third or fourth digit",),
         behavior=(

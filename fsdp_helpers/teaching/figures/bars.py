@@ -27,7 +27,7 @@ ROOM = 0.07  # share of the axis: a part narrower than this has no room for its 
 
 
 def rows_of(runs: Mapping[str, Sequence[RankRecord]]) -> dict[str, tuple[str, RankRecord]]:
-    """Return a run's name and a record for each row label: one row per run, or one per rank if ranks differ."""
+    """Map each row's label to a run's name and a record: one row per run, or one per rank if ranks differ."""
     rows = {}
     for name, ranks in runs.items():
         if len(ranks) == 1:
@@ -56,7 +56,7 @@ def held_parts(record: RankRecord) -> dict[str, int]:
 def peak_parts(peak: Peak, alone: bool = False) -> dict[str, int]:
     """Return the bytes of a predicted peak by kind: full gradients and their shards, gloo's copies and other buffers.
 
-    The input to FSDP2's reduce-scatter counts as full gradients, since it's the same values in a new layout. A process
+    The input to FSDP2's reduce-scatter counts as full gradients, since its values are the same. A process
     that's `alone` has no other rank to average with, so its gradients count as gradients, as they do between steps.
     """
     parts = dict.fromkeys(PEAK_COLORS, 0)

@@ -1,4 +1,4 @@
-"""Describe a figure in words and numbers, generated from the drawing, for readers who can't see it."""
+"""Describe a figure, for readers who can't see it, in words and numbers generated from the drawing."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Figures for notebook 15: ranks in two dimensions, a pipeline step, and the bytes that are sent."""
+"""Figures for notebook 15: ranks in two dimensions, a pipeline step, and the bytes that a rank sends."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,8 +23,8 @@ WORK_COLORS = {"F": FRAME_COLOR, "B": TEXT_COLOR}  # as in `draw_streams`
 def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
     """Draw one panel per mesh of 2 x 2 ranks, two panels side by side. Each rank's box lists what the rank holds.
 
-    `meshes` has an even number of entries, and maps the names of both dimensions (rows first) to what ranks 0 and 1
-    along each dimension hold.
+    `meshes` maps each pair of dimension names (rows first) to what ranks 0 and 1 hold along each of the two dimensions.
+    It has an even number of pairs.
     """
     with figure_style():
         num_rows = len(meshes) // 2
@@ -51,7 +51,7 @@ def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -
 
 
 def draw_pipeline(schedules: Mapping[str, Sequence[Sequence[PipelineWork]]]) -> tuple[Figure, Sequence[Axes]]:
-    """Draw a step of each schedule: one row per stage, one box per forward and backward, numbered by micro-batch."""
+    """Draw a step of each schedule: one row per stage, one box per pass, numbered by micro-batch."""
     with figure_style():
         size = (8, 0.7 + 1.25 * len(schedules))
         fig, axes = plt.subplots(len(schedules), 1, figsize=size, layout="constrained", sharex=True, squeeze=False)

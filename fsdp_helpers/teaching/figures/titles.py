@@ -1,4 +1,4 @@
-"""Figure titles: one sentence each, generated from the figure's numbers, saying what the figure shows."""
+"""Figure titles, generated from a figure's numbers; each one states the finding in one sentence."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ SAME = 1e-4  # nats; summing in fp32 in a different order makes a far smaller di
 
 
 def titled(finding: str, subject: str) -> str:
-    """Return a title with the finding first and its subject below; both are optional."""
+    """Return a title with the finding first and its subject below; either may be empty."""
     return "\n".join(line for line in (finding, subject) if line)
 
 
@@ -34,7 +34,7 @@ def _short(value: float) -> str:
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:
-    """State in which phase a step peaks, and how far above the held bytes; return "" if it has no phases."""
+    """State in which phase a step peaks, and how far above the held bytes; return "" for a curve without phases."""
     if not curve.phases:
         return ""
     peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]
@@ -72,7 +72,7 @@ def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
 
 
 def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
-    """State which runs have the lowest peak, and compare their held and peak bytes with the first run."""
+    """State which runs have the lowest peak, and compare their held and peak bytes with the first run's."""
     (first, base), *others = ranks.items()
     if not others:
         return ""
@@ -83,7 +83,7 @@ def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
 
 
 def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
-    """State the lowest peak, in bytes and as a share of the first rung's peak."""
+    """State the lowest peak, in bytes and as a fraction of the first rung's peak."""
     least = min(rungs, key=lambda rung: rung.peak_bytes)
     if least is rungs[0]:
         return ""
@@ -92,7 +92,7 @@ def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
 
 
 def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
-    """State which strategies have a model's lowest peak, and what share that is of the first strategy's peak."""
+    """State which strategies have a model's lowest peak, and what fraction of the first strategy's peak that is."""
     least = min(row.peak_bytes for row in rows)
     names = [row.label for row in rows if row.peak_bytes == least]
     share = f", {_percent(least / rows[0].peak_bytes)} of {rows[0].label}'s" if rows[0].label not in names else ""
@@ -121,7 +121,7 @@ def errors_within(errors: Sequence[float], bound: float) -> str:
 
 
 def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
-    """State how many times as long a step takes on the slowest link; `steps_s` is keyed by bandwidth in Mbit/s."""
+    """State the ratio of the slowest link's step time to the unlimited step time; `steps_s` is keyed by Mbit/s."""
     slowest = min(steps_s)
     return (
         f"At {slowest:,.0f} Mbit/s, a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"

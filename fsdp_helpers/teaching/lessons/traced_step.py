@@ -74,7 +74,7 @@ def main() -> None:
     from fsdp_helpers.teaching.figures import animation  # imported here, so that no rank loads the drawing code
 
     parser = argparse.ArgumentParser(description="Trace one step on two CPU ranks, and draw it.")
-    parser.add_argument("folder", type=Path, help="the notebooks' folder")
+    parser.add_argument("folder", type=Path, help="the notebooks folder")
     folder = parser.parse_args().folder
     tries = [trace_step(KEPT_RUN, KEPT_SHAPE, device="cpu") for _ in range(TRIES)]
     step = min(tries, key=lambda one: one.length_s)  # other work on the machine makes a step longer, never shorter

@@ -70,7 +70,7 @@ def train_with_plain_torch(rank: int, world_size: int) -> dict:
 
 
 def make_up_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of a noise batch that is the same on every machine."""
+    """Return this rank's part of a noise batch that is the same on every machine."""
     random = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 1, 28, 28, generator=random)
     labels = torch.randint(10, (BATCH,), generator=random)

@@ -1,6 +1,6 @@
 """The starting point shared by both environments: batches and initial parameters read from files, and the optimizer.
 
-The scripts in notebooks/xla import this too, so it needs only NumPy and whichever torch is installed.
+The scripts in notebooks/xla also import this module, so it needs only NumPy and whichever torch is installed.
 """
 
 from pathlib import Path
@@ -25,8 +25,8 @@ def read_batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
 def start_model(folder: Path, name: str) -> nn.Module:
     """Build the named network with the common initial parameters.
 
-    Transformers use GELU here. With ReLU, rounding can put a tiny input on either side of zero, which makes two
-    correct runs differ by more than rounding.
+    Transformers use GELU here. With ReLU, rounding can put a tiny input on either side of zero, so two correct
+    runs can differ by more than rounding.
     """
     model = build_model(name, dropout=False)
     for module in model.modules():

@@ -569,5 +569,5 @@ def test_versions_beside_the_lock(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor_environment, "LOCK", lock)
     outcome = doctor_environment.versions_as_locked()
     assert (
-        outcome.is_note and "1 versions aren't the tested ones" in outcome.measured and "not 2.0.0" in outcome.measured
+        outcome.is_note and "1 versions differ from the tested" in outcome.measured and "not 2.0.0" in outcome.measured
     )

@@ -45,12 +45,12 @@ class TestLargestBatch(RunTests):
     # 19.2 MB are held and 0.55 MB an image comes on top: 54.4 MB with 64 images, 89.6 MB with 128
     right = [local(64, 54_400_000), local(64, 54_400_000, seed=1, max_steps=5)]
     missed = [
-        (local(128, 89_600_000), "target is below 60.0 MB"),
+        (local(128, 89_600_000), "every rank has to stay below 60.0 MB"),
         (local(1, 19_750_000), "next power of two would still fit"),
         (local(32, 36_800_000), "next power of two would still fit"),
-        (local(72, 58_800_000), "not a power of two"),
-        (local(64, None), "run of one step"),
+        (local(72, 58_800_000), "isn't a power of two"),
+        (local(64, None), "one-step run"),
         (local(128, 50_000_000, dropout=False), "keeps dropout at True; your run has False"),
-        (attempt(UNDER_LIMITS, strategy="ddp"), "asks for strategy local; your run has 'ddp'"),
+        (attempt(UNDER_LIMITS, strategy="ddp"), "asks for the local strategy; your run uses 'ddp'"),
     ]
     wrong = [local(64, 54_400_000, model="simple")]  # it changes what the text leaves as it is

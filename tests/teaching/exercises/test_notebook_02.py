@@ -58,15 +58,15 @@ class TestAverageGradients(BuildTestsOnRanks):
     starter = "on 2 ranks.*there was no collective"
     wrong = [
         ([("    flat /= dist.get_world_size()\n", "")], "the losses don't match DDP's.*wrong-summed-loss"),
-        ([("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "6 collectives in a step"),
+        ([("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "a step runs 6 collectives"),
         # one all-reduce per gradient and a sum: the losses come first, as the first hint does
         (
             [("size + parameter.grad.nbytes > bucket_bytes", "bucket"), ("    flat /= dist.get_world_size()\n", "")],
             "the losses don't match DDP's: .* in step 2",
         ),
-        ([("size + parameter.grad.nbytes > bucket_bytes", "False")], "47.7 kB were sent in one collective"),
+        ([("size + parameter.grad.nbytes > bucket_bytes", "False")], "one collective sends 47.7 kB"),
         ([("    average(bucket)  # the last one, full or not\n", "")], "the losses don't match DDP's"),
-        ([("dist.all_reduce(flat)", "dist.all_sum(flat)")], r"my_ddp.py fails in line 18: AttributeError"),
+        ([("dist.all_reduce(flat)", "dist.all_sum(flat)")], r"my_ddp.py fails on line 18: AttributeError"),
     ]
 
     def test_another_way_is_accepted(self, write):

@@ -20,14 +20,14 @@ class TestLowerPeak(RunTests):
         attempt(UNDER_LIMITS, world_size=3, **{**FSDP, "strategy": "fsdp-auto-wrap"}),
     ]
     missed = [
-        (attempt(36_000_000, **FSDP), "peaks at 36.0 MB on a rank; the target is below 30.0 MB"),
+        (attempt(36_000_000, **FSDP), "a rank peaks at 36.0 MB; every rank has to stay below 30.0 MB"),
         (attempt(UNDER_LIMITS, **{**FSDP, "global_batch_size": 48}), "keeps global_batch_size at 96; your run has 48"),
         (attempt(UNDER_LIMITS, **FSDP, precision="bf16"), "keeps precision"),
         (attempt(UNDER_LIMITS, **FSDP, activation_checkpointing="units"), "keeps activation_checkpointing"),
         (attempt(UNDER_LIMITS, **FSDP, micro_batches=2), "keeps micro_batches"),
         (
             attempt(UNDER_LIMITS, world_size=12, **{**FSDP, "strategy": "ddp"}),
-            "asks for strategy fsdp or fsdp-auto-wrap",
+            "asks for the fsdp or fsdp-auto-wrap strategy",
         ),
     ]
     wrong = [attempt(UNDER_LIMITS, **FSDP, model="simple")]  # it changes what the text leaves as it is
@@ -50,13 +50,13 @@ class TestLowerPeak(RunTests):
         record = train(config, world_size=2, device="cpu", progress=False)
         forged = replace(record, ranks=tuple(replace(rank, peak_bytes=29_000_000) for rank in record.ranks))
         told = refused(self.checker, forged)
-        assert "in your record, rank 0 peaks at 29.0 MB; when we ran the same settings again" in told
+        assert "in your record, rank 0 peaks at 29.0 MB; when we repeated the run with the same settings" in told
 
     def test_a_single_rank_above_the_limit_is_found(self):
         record = attempt(UNDER_LIMITS, world_size=3, **FSDP)
         too_high = replace(record.ranks[1], peak_bytes=36_000_000)
         told = refused(self.checker, replace(record, ranks=(record.ranks[0], too_high, record.ranks[2])))
-        assert "the run peaks at 36.0 MB on a rank" in told
+        assert "a rank peaks at 36.0 MB" in told
 
 
 # ---------------------------------------------------------------- the build
@@ -88,11 +88,11 @@ class TestUnit(BuildTestsOnRanks):
         # a second copy of all values, where torch does not look
         (
             [("        self.reshard()\n\n", "        self.kept = full.numpy().copy()\n        self.reshard()\n\n")],
-            r"4\d,... bytes are held between steps outside of torch, in NumPy or Python",
+            r"4\d,... bytes are held between steps outside torch, in NumPy or Python",
         ),
         (
             [("        self.reshard()\n\n", "        self.kept = bytes(full.numpy())\n        self.reshard()\n\n")],
-            r"4\d,... bytes are held between steps outside of torch, in NumPy or Python",
+            r"4\d,... bytes are held between steps outside torch, in NumPy or Python",
         ),
         # only rank 0 reshards
         (
@@ -114,4 +114,4 @@ class TestUnit(BuildTestsOnRanks):
 
     def test_the_package_s_own_answer_is_refused(self, write):
         write("from fsdp_helpers.sharding.strategies import shard_fsdp2 as Unit\n")
-        self.refuse("my_unit.py imports fsdp_helpers; write it yourself, with torch only")
+        self.refuse("my_unit.py imports fsdp_helpers; write the code yourself, with only torch")

@@ -18,9 +18,9 @@ class TestThreshold(RunTests):
     ]
     missed = [
         (attempt(1_500_000_000, num_collectives=5, **CUT), "peaks at 1.50 GB"),
-        (attempt(UNDER_LIMITS, num_collectives=17, **CUT), "17 collectives per step; the target is at most 9"),
+        (attempt(UNDER_LIMITS, num_collectives=17, **CUT), "a step runs 17 collectives; the target is at most 9"),
         (attempt(UNDER_LIMITS, **{**CUT, "model": "shallow"}), "keeps model at 'deep'; your run has 'shallow'"),
-        (attempt(UNDER_LIMITS, **{**CUT, "strategy": "ddp"}), "asks for strategy fsdp-auto-wrap; your run has 'ddp'"),
+        (attempt(UNDER_LIMITS, **{**CUT, "strategy": "ddp"}), "the fsdp-auto-wrap strategy; your run uses 'ddp'"),
         (attempt(UNDER_LIMITS, world_size=4, **CUT), r"asks for 2 rank\(s\); your run has 4"),
         (attempt(UNDER_LIMITS, **CUT, api="fsdp1"), "keeps api at 'fsdp2'"),
         (attempt(UNDER_LIMITS, **CUT, reshard_after_forward=False), "keeps reshard_after_forward at True"),
@@ -32,7 +32,7 @@ class TestThreshold(RunTests):
         counted = attempt(UNDER_LIMITS, num_collectives=17, **CUT).ranks[1].collectives
         too_many = replace(record.ranks[0], collectives=counted)
         told = refused(self.checker, replace(record, ranks=(too_many, record.ranks[1])))
-        assert "17 collectives per step" in told
+        assert "a step runs 17 collectives" in told
 
 
 # ---------------------------------------------------------------- the build
@@ -67,7 +67,7 @@ class TestCut(BuildTestsOnRanks):
                 ("    blocks = list", "    fully_shard(model, mesh=mesh)\n    blocks = list"),
                 ("    fully_shard(model, mesh=mesh)  # the root, last: embed and head\n", ""),
             ],
-            "my_cut.py fails in line 8: a module inside a unit was made a unit after the outer one; shard inner modules first, the root last",
+            "my_cut.py fails on line 8: a module became a unit after the module that contains it; shard inner modules first and the root last",
         ),
         (
             [("fully_shard(model, mesh=mesh)  # the root", "pass  # the root")],
@@ -122,7 +122,7 @@ class TestHooks(BuildTestsOnRanks):
             "in backward, a layer computes while its block's storage is empty",
         ),
         ([("            reshard()\n", "            pass\n")], "after backward, blocks still have"),
-        ([("        gather(whole)\n", "        pass\n")], "0 all-gathers per step, not 8"),
+        ([("        gather(whole)\n", "        pass\n")], "a step runs 0 all-gathers, not 8"),
         # all blocks are freed at the end of forward
         (
             [
@@ -135,7 +135,7 @@ class TestHooks(BuildTestsOnRanks):
                 ),
                 ("    block.register_forward_hook(reshard)\n", "    block.register_forward_hook(reshard_all)\n"),
             ],
-            "4 blocks are unsharded at once while one computes",
+            "while one block computes, 4 are unsharded",
         ),
         # gathered before there is room for it
         (

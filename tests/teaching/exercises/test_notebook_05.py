@@ -62,10 +62,10 @@ class TestPlan(BuildTests):
     checker = staticmethod(notebook_05.check_plan)
     starter = "replace the ... with your answer"
     wrong = [
-        ([("range(num_blocks + 1)", "range(1, num_blocks + 1)")], "fits with fewer blocks|that fits in both memories"),
-        ([("range(num_blocks + 1)", "reversed(range(num_blocks + 1))")], "it fits with fewer blocks on the host, too"),
-        ([("<= device_bytes", "< device_bytes")], "that fits in both memories|fits with fewer"),
-        ([("range(num_blocks + 1)", "range(num_blocks)")], "that fits in both memories"),
+        ([("range(num_blocks + 1)", "range(1, num_blocks + 1)")], "fits with fewer blocks|with the right number"),
+        ([("range(num_blocks + 1)", "reversed(range(num_blocks + 1))")], "also fits with fewer blocks on the host"),
+        ([("<= device_bytes", "< device_bytes")], "with the right number|fits with fewer"),
+        ([("range(num_blocks + 1)", "range(num_blocks)")], "with the right number of offloaded blocks, the model fits"),
         (
             [("on_host = offloaded * state_bytes", "on_host = offloaded * state_bytes / world_size")],
             "the host would be",

@@ -67,16 +67,16 @@ class TestAccumulation(BuildTestsOnRanks):
     worker = staticmethod(notebook_07.accumulate_by_reader)
     starter = "on 2 ranks, with 4 parts, rank 0: no gradients were reduced"
     wrong = [
-        ([("index == len(parts) - 1", "True")], "12 reduce-scatters.*memory-accumulation"),
+        ([("index == len(parts) - 1", "True")], "a step runs 12 reduce-scatters.*memory-accumulation"),
         ([("index == len(parts) - 1", "False")], "no gradients were reduced"),
-        ([(" / len(parts)", "")], "4.00 times the norm in one process .*wrong-summed-loss"),
+        ([(" / len(parts)", "")], "4.00 times the norm in a single process .*wrong-summed-loss"),
         ([("    dist.all_reduce(squares)", "    pass")], "not the norm of the full gradient.*wrong-local-norm-logged"),
         ([("    dist.all_reduce(squares)", "    dist.reduce(squares, 0)")], "rank 1: gradient_norm returns"),
         (
             [WITH_TORCH, ("    for index", AS_ONE + "    for index")],
-            "rank 0: a forward takes 12 images at once; a part has 3",
+            "rank 0: a forward pass takes 12 images; a part has 3",
         ),
-        ([(ONE_BY_ONE, TOGETHER)], "the second forward comes before the first backward"),
+        ([(ONE_BY_ONE, TOGETHER)], "the second forward pass comes before the first backward pass"),
         (
             [WITH_TORCH, (BY_SQUARES, CLIPPED.format(1e9))],
             "gradient_norm returns an object of type DTensor; it should be a number",

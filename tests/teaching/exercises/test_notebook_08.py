@@ -86,7 +86,7 @@ def test_wrong_numbers_of_ranks(answer):
 ADD_KEY = """    if weights:  # rank 0's
         weights = {**weights, "head.weight": weights["embed.weight"]}
 """
-MISSING_KEY = 'my_start.py fails in line .*: RuntimeError: .*Missing key.* "head.weight"'
+MISSING_KEY = 'my_start.py fails on line .*: RuntimeError: .*Missing key.* "head.weight"'
 UNTIED = "    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())\n"
 OTHER_WAY = """
 import torch
@@ -133,7 +133,7 @@ class TestStart(BuildTestsOnRanks):
         ),
         (
             [("    model.fill_buffers()\n", UNTIED + "    model.fill_buffers()\n")],
-            "rank 0: head.weight and embed.weight are two parameters.*crash-tied-weights",
+            "rank 0: head.weight and embed.weight are now two parameters.*crash-tied-weights",
         ),
         ([("    return model", "    return None")], "returns an object of type NoneType; it should return the model"),
     ]

@@ -32,8 +32,8 @@ class TestBatch(BuildTests):
     wrong = [
         ([(', "allowance_bytes": allowance_gb * 1e9', "")], "too much, including the allowance|one more image"),
         ([("return fitting\n", "return too_many\n")], "that's .* too much"),
-        ([("while too_many - fitting > 1", "while False")], "one more image fits, too"),
-        ([("activation_checkpointing=", 'precision="bf16", activation_checkpointing=')], "too much|fits, too"),
+        ([("while too_many - fitting > 1", "while False")], "one more image also fits"),
+        ([("activation_checkpointing=", 'precision="bf16", activation_checkpointing=')], "too much|also fits"),
         ([("        return None\n", "        return 0\n")], "not even one image fits, the answer is None"),
         ([("    return fitting\n", "    return 64\n")], "that's .* too much|one more image fits|does fit"),
     ]

@@ -25,7 +25,7 @@ def right_answers(cases):
 
 
 def test_right_answers_are_accepted(cases):
-    assert "All 5 found" in check_diagnosis(cases, right_answers(cases))
+    assert "All 5 faults found" in check_diagnosis(cases, right_answers(cases))
 
 
 def test_each_wrong_part_is_refused_and_the_right_one_not_given_away(cases):
@@ -38,7 +38,7 @@ def test_each_wrong_part_is_refused_and_the_right_one_not_given_away(cases):
         "isn't one of the symptoms": ("no idea", cause, letter),
         "isn't one of the causes": (symptom, "no idea", letter),
         "isn't one of the letters": (symptom, cause, "z"),
-        "give a tuple of three": "hang",
+        "answer with a tuple": "hang",
         "replace the ...": ...,
     }
     for said, answer in wrong.items():

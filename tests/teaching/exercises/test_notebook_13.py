@@ -30,13 +30,13 @@ class TestDocumentLoss(BuildTestsOnRanks):
         ([("    dist.all_reduce(num_documents)", "    pass")], "direction is off .*same weight.*wrong-mean-of-means"),
         (
             [(" * dist.get_world_size()", "")],
-            "the gradient's norm is 0.500 times the norm in one process .*wrong-summed-loss",
+            "the gradient norm is 0.500 times the norm in a single process .*wrong-summed-loss",
         ),
-        ([("index == len(parts) - 1", "True")], "6 reduce-scatters; the model has 3 units"),
+        ([("index == len(parts) - 1", "True")], "6 reduce-scatters, but the model has only 3 units"),
         ([("    dist.all_reduce(total)\n", "")], "the returned loss is"),
         ([MEAN_OF_MEANS], "the gradient's direction is off by [2-9].%.*wrong-mean-of-means"),
-        ([BY_TOKENS], "times the norm in one process .*wrong-summed-loss"),
-        ([BY_ROWS], "the gradient's norm is 0.875 times the norm in one process"),  # 7 documents, 8 rows
+        ([BY_TOKENS], "times the norm in a single process .*wrong-summed-loss"),
+        ([BY_ROWS], "the gradient norm is 0.875 times the norm in a single process"),  # 7 documents, 8 rows
         ([EVERYTHING], "the model processed .* tokens, but this rank's parts have only"),
     ]
 
@@ -58,7 +58,7 @@ class TestChunks(BuildTestsOnRanks):
             [("checkpoint(loss_of_chunk, part, head, wanted, cap, use_reentrant=False)", KEPT)],
             "the target is below 4.84 MB. Which",
         ),
-        ([(".chunk(4)", ".chunk(1)")], "the target is below 4.84 MB. Which logits does backward still have"),
+        ([(".chunk(4)", ".chunk(1)")], "the target is below 4.84 MB. Which logits are still in memory in backward"),
         ([('reduction="sum"', 'reduction="mean"')], "the sum of the losses is"),
         ([("cap * torch.tanh(head(hidden) / cap)", "head(hidden)")], "the sum of the losses is"),
         (

@@ -87,11 +87,11 @@ class TestMove(BuildTestsOnRanks):
                 ("    for block", "    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)\n    for block"),
                 ("    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # 1: after sharding\n", ""),
             ],
-            "my_move.py fails in line .*: KeyError: the optimizer has parameters that the model no longer has, since"
-            " `fully_shard` replaced them; build the optimizer afterward.*wrong-optimizer-first",
+            "my_move.py fails on line .*: KeyError: the optimizer has parameters that the model no longer has, since"
+            " `fully_shard` replaced them; build the optimizer after `fully_shard`.*wrong-optimizer-first",
         ),
         # 2
-        ([('name.removeprefix("module.")', "name")], "my_move.py fails in line .*Missing key.*save-module-prefix"),
+        ([('name.removeprefix("module.")', "name")], "my_move.py fails on line .*Missing key.*save-module-prefix"),
         # 3
         (
             [
@@ -100,7 +100,7 @@ class TestMove(BuildTestsOnRanks):
                     'optimizer.load_state_dict(saved["optimizer"])',
                 )
             ],
-            "my_move.py fails in line .* got mixed torch.Tensor and DTensor.*crash-mixed-tensor-dtensor",
+            "my_move.py fails on line .* got mixed torch.Tensor and DTensor.*crash-mixed-tensor-dtensor",
         ),
         (
             [("    set_optimizer_state_dict(model, optimizer, adam, options=options)\n", "")],
@@ -120,7 +120,7 @@ class TestMove(BuildTestsOnRanks):
         # the right losses, with twice the traffic
         (
             [("        model.set_requires_gradient_sync(False)  # 4: instead of no_sync\n", "")],
-            "48 reductions in 6 steps; .* 4 units is enough, even with 2 micro-batches.*slow-gather-every-micro-batch",
+            "6 steps ran 48 reductions; .* 4 units is enough, even with 2 micro-batches.*slow-gather-every-micro-batch",
         ),
         ([("        model.set_requires_gradient_sync(True)\n", "")], "the losses diverge from the baseline's"),
         # 5
@@ -138,7 +138,7 @@ class TestMove(BuildTestsOnRanks):
 
     def test_a_job_that_stays_under_ddp_to_its_last_lines_is_refused(self, write):
         write(UNDER_DDP)
-        self.refuse("12 of the micro-batches were computed by a model that wasn't sharded yet")
+        self.refuse("12 micro-batches ran through a model that wasn't sharded yet")
 
     def test_another_way_is_accepted(self, write):
         """Adam's state as rank 0 hands it out, one reduction for the sum of both losses, the file from `full_tensor`."""

@@ -36,12 +36,12 @@ class TestSplitMLP(BuildTestsOnRanks):
     starter = "on 2 ranks, my_mlp.py fails: "
     wrong = [
         (BIAS_INSIDE, "the losses don't match a single-process run: .* in step 1$"),
-        ([NO_ENTER], "the gradient of the inputs, which the layers below need, doesn't match a single-process run"),
-        ([(".chunk(size)[rank]", ""), (".chunk(size, dim=1)[rank]", "")], "your MLP keeps .* values; a share of both weights"),
-        ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward runs no collective; one all-reduce is enough"),
-        ([("        return total, None", "        return total / 2, None")], "the gradient of the inputs"),
+        ([NO_ENTER], "the input gradient, which the layers below need, doesn't match a single-process run"),
+        ([(".chunk(size)[rank]", ""), (".chunk(size, dim=1)[rank]", "")], "your MLP keeps .* values; a rank's part of both weights"),
+        ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward runs no collective; it needs one all-reduce"),
+        ([("        return total, None", "        return total / 2, None")], "the input gradient"),
         ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses don't match a single-process run"),
-        ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward runs all-reduce, all-reduce; one"),
+        ([("        return total, None", "        dist.all_reduce(total, group=ctx.group)\n        return total / 2, None")], "backward runs all-reduce, all-reduce; it"),
         ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP creates an object of type NoneType; it should be an nn.Module"),
     ]  # fmt: skip
 
@@ -53,7 +53,7 @@ class TestSplitMLP(BuildTestsOnRanks):
     def test_a_gather_is_not_an_all_reduce(self, write):
         code = self.changed()
         write(code[: code.index("    def forward(self, x):")] + GATHER)
-        self.refuse("forward runs all-gather; one all-reduce is enough")
+        self.refuse("forward runs all-gather; it needs one all-reduce")
 
 
 class TestLabels(BuildTests):
@@ -62,7 +62,7 @@ class TestLabels(BuildTests):
     starter = "replace the ... with your answer"
     wrong = [
         ([("pieces[-1 - rank]", "pieces[rank + world_size]")], "some ranks compute more scores than others"),
-        ([("pieces[-1 - rank]", "pieces[-1]")], "the ranks don't have every place exactly once"),
+        ([("pieces[-1 - rank]", "pieces[-1]")], "the ranks don't cover every place exactly once"),
         ([("tokens[:, places + 1]", "tokens[:, places].roll(-1, 1)")], "the label at place .* isn't the token at place"),
         ([("return tokens[:, places], tokens[:, places + 1], places", "return tokens[:, places], tokens[:, places + 1]")], "split should return three tensors"),
         ([("2 * world_size", "world_size"), ("torch.cat([pieces[rank], pieces[-1 - rank]])", "pieces[rank]")], "some ranks compute more scores"),
@@ -102,14 +102,14 @@ def test_the_folded_solution_is_right():
         (..., "replace the ... with your answer"),
         ({"data": 1024}, "choice needs exactly these names: tensor, context, data, pipeline"),
         ({"data": ...}, "it should be a number|replace|choice needs"),
-        ({"data": 64, "tensor": 8, "context": 1, "pipeline": 1}, "is 512 GPUs; there are 1,024"),
+        ({"data": 64, "tensor": 8, "context": 1, "pipeline": 1}, "is 512 GPUs, but there are 1,024"),
         ({"data": 1024, "tensor": 1, "context": 1, "pipeline": 1}, "512 sequences can't be split evenly across 1024"),
-        ({"data": 64, "tensor": 16, "context": 1, "pipeline": 1}, "16 ranks can't split 8 key heads"),
-        ({"data": 128, "tensor": 1, "context": 1, "pipeline": 8}, "80 layers|bubble, above 25%"),
-        ({"data": 512, "tensor": 2, "context": 1, "pipeline": 1}, "communication takes 100% of the arithmetic's time"),
-        ({"data": 512, "tensor": 1, "context": 2, "pipeline": 1}, "communication takes 195% of"),
-        ({"data": 32, "tensor": 1, "context": 1, "pipeline": 32}, "80 layers can't be divided into 32 stages"),
-        ({"data": 128, "tensor": 8, "context": 1, "pipeline": 1.5}, "it should be a number of ranks"),
+        ({"data": 64, "tensor": 16, "context": 1, "pipeline": 1}, "8 key heads can't be split across 16 ranks"),
+        ({"data": 128, "tensor": 1, "context": 1, "pipeline": 8}, "80 layers|bubble, more than 25%"),
+        ({"data": 512, "tensor": 2, "context": 1, "pipeline": 1}, "communication takes 100% as long as the arithmetic"),
+        ({"data": 512, "tensor": 1, "context": 2, "pipeline": 1}, "communication takes 195% as long"),
+        ({"data": 32, "tensor": 1, "context": 1, "pipeline": 32}, "80 layers can't be split evenly into 32 stages"),
+        ({"data": 128, "tensor": 8, "context": 1, "pipeline": 1.5}, "it should be a whole number of ranks"),
     ],
 )
 def test_wrong_dimensions(choice, says):

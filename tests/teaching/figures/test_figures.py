@@ -19,7 +19,7 @@ from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCop
 from fsdp_helpers.measuring.prediction_errors import ErrorRow
 from fsdp_helpers.planning.dimensions import pipeline_spans
 from fsdp_helpers.planning.models import named_subject
-from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
+from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
 from fsdp_helpers.planning.streams import step_spans
 from fsdp_helpers.planning.walk.fsdp2 import REDUCE
 from fsdp_helpers.planning.walk.ledger import Peak, Term
@@ -36,7 +36,7 @@ from fsdp_helpers.records import (
 )
 from fsdp_helpers.teaching.figures import dimension_plots, drawings, plans, plots, titles
 from fsdp_helpers.teaching.figures.descriptions import MOST_CHARACTERS, describe
-from fsdp_helpers.teaching.figures.style import STATE_COLORS
+from fsdp_helpers.teaching.figures.style import PEAK_COLORS, STATE_COLORS
 
 MB = 10**6
 COUNTED = ("step", "rank")  # what is counted has no unit, and neither has an order, along an arrow
@@ -329,6 +329,12 @@ def test_the_planned_band_contains_the_arithmetic_as_well_as_the_bytes():
     band = plots.plot_step_times(*CASES["bandwidth"].arguments)[1].collections[0].get_paths()[0].vertices
     at_the_right = band[band[:, 0] > 999.9, 1]  # at 1 Gbit/s, the bytes alone take 38.4 ms
     assert min(at_the_right) == pytest.approx(38.4) and 60 < max(at_the_right)
+
+
+def test_a_bar_of_a_plan_has_the_color_of_its_category_in_every_figure():
+    ax = plans.plot_waterfall(PLANS, "title")[1]
+    drawn = [to_hex(bars[0].get_facecolor()) for bars in ax.containers[: len(CATEGORIES)]]
+    assert drawn == [to_hex(PEAK_COLORS[category]) for category in CATEGORIES.values()]
 
 
 def test_a_title_says_no_more_than_the_numbers():

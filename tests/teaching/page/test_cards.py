@@ -65,7 +65,7 @@ def test_a_new_card_goes_to_the_end_of_its_section(monkeypatch, tmp_path):
 def test_a_run_that_does_not_fit_its_card_is_not_saved(monkeypatch):
     failure = gallery.find("crash-container")
     monkeypatch.setattr(gallery, "run", lambda *worker: Seen(numbers=(failure.right(),) * 2))
-    with pytest.raises(ValueError, match="crash-container: its runs don't fit its card"):
+    with pytest.raises(ValueError, match="crash-container: its runs don't match its card"):
         keep_cards.new_run(failure)
     runs = [Seen(error="containers that do not implement forward"), Seen(numbers=(failure.right(),) * 2)]
     monkeypatch.setattr(gallery, "run", lambda *worker: runs.pop(0))

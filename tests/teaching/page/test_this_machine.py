@@ -27,7 +27,7 @@ def test_what_is_free_what_is_needed_and_who_holds_the_rest(machine):
     assert this_machine.describe_memory() == "Memory: 5.37 GB free; other kernels hold 2.15 GB."
     assert this_machine.describe_memory(7 * 10**9) == (
         "Memory: 5.37 GB free, this notebook needs 7.00 GB; other kernels hold 2.15 GB "
-        "(Running → Shut Down gives it back)."
+        "(Running → Shut Down frees that memory)."
     )
     assert "Shut Down" not in this_machine.describe_memory(10**9)
     for name, text in {"memory.max": f"{4 * GIB}\n", "memory.current": f"{3 * GIB}\n"}.items():
