@@ -25,9 +25,7 @@ NUM_UNITS = 3  # of the small model: three layers, each a unit
 def count_gathers(model: FSDPModule, num_micro_batches: int, keep_unsharded: bool = False) -> Numbers:
     with trace_collectives() as events:
         for number, batch in enumerate(images().chunk(num_micro_batches), start=1):
-            is_last = number == num_micro_batches
-            model.set_is_last_backward(is_last)
-            model.set_reshard_after_backward(is_last or not keep_unsharded)
+            model.set_reshard_after_backward(number == num_micro_batches or not keep_unsharded)
             model(batch).square().mean().backward()
     return {"all-gathers of a step": sum(event.op == "all_gather" for event in events)}
 
