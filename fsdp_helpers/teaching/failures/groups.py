@@ -183,8 +183,8 @@ GROUPS = (
         ),
         tell="`dist.is_initialized()` is True before your call.",
         fix=(
-            "Write `if not dist.is_initialized(): dist.init_process_group(...)`. If you use a framework, let it make "
-            "this call."
+            "Write `if not dist.is_initialized(): dist.init_process_group(...)`. If you use a framework, let the "
+            "framework make this call."
         ),
         messages=(
             "trying to initialize the default process group twice!",
@@ -370,10 +370,10 @@ GROUPS = (
         name="crash-sharded-twice",
         title="A module or a mesh is used for FSDP twice",
         why=(
-            "Running a cell twice, or calling the framework's `prepare`, shards a unit again. Or a loop over "
-            "`model.modules()` starts with the root, which takes all the parameters. The layers' parameters are then "
-            "already DTensors, so `fully_shard` assumes that they belong to a different mesh dimension and can't find "
-            "their mesh."
+            "Running a cell twice, or calling a framework's `prepare` on a sharded model, shards a unit again. Or a "
+            "loop over `model.modules()` starts with the root, which takes all the parameters. The layers' parameters "
+            "are then already DTensors, so `fully_shard` assumes that they belong to a different mesh dimension and "
+            "can't find their mesh."
         ),
         tell="`isinstance(model, FSDPModule)` is True before your call.",
         fix=(

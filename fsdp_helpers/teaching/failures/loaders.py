@@ -275,7 +275,7 @@ LOADERS = (
             "was opened before the fork is shared by all workers and stops working."
         ),
         tell=(
-            "Training runs with `num_workers=0`. `py-spy dump --pid WORKER` shows a worker waiting inside a library. "
+            "Training works with `num_workers=0`. `py-spy dump --pid WORKER` shows a worker waiting inside a library. "
             "The tokenizers library prints a warning: *The current process just got forked, after parallelism has "
             "already been used*."
         ),
@@ -343,7 +343,7 @@ LOADERS = (
         name="memory-loader-workers",
         title="Loader workers take up more host memory with every epoch",
         why=(
-            "Forked workers share the data set's memory until something writes to it, and Python writes a reference "
+            "Forked workers share the data set's memory until something writes to it, and Python updates a reference "
             "count whenever it touches an object. So a list of a million paths or dictionaries gets copied, page by "
             "page, into each worker of each rank."
         ),
@@ -353,8 +353,8 @@ LOADERS = (
             "allocate memory*."
         ),
         fix=(
-            "Keep the metadata in one NumPy array, tensor, Arrow table or memory map, or serialize the list before "
-            "you give it to a `torch.utils.data` dataset. Use fewer workers, and put a limit on any caches inside the "
+            "Keep the metadata in one NumPy array, tensor, Arrow table or memory map, or serialize the list before you "
+            "give it to a `torch.utils.data` dataset. Use fewer workers, and limit the size of any caches inside the "
             "dataset."
         ),
         numbers=("RAM grows steadily in every epoch, GPU memory doesn't",),
@@ -382,8 +382,8 @@ LOADERS = (
         name="slow-data-loader",
         title="GPUs wait for data",
         why=(
-            "N ranks need data N times as fast, but it comes from the same disk and is prepared by the same cores. "
-            "Loader workers restart with every epoch unless they're persistent."
+            "N ranks need data N times as fast, but the data still comes from one disk and is prepared by the same "
+            "cores. Loader workers restart with every epoch unless they're persistent."
         ),
         tell=(
             "If steps run at full speed when you repeat one batch, the loader is the bottleneck. GPU utilization looks "

@@ -210,8 +210,8 @@ OUTSIDE = (
         name="crash-no-sharding-strategy",
         title="Sharding propagation failed: an operation that DTensor doesn't know",
         why=(
-            "DTensor needs a rule for how each operation works on shards, and rare operations don't have one. They "
-            "turn up in logged statistics, custom optimizers and initialization code."
+            "DTensor needs a rule for how each operation works on shards. Rare operations, which turn up in logged "
+            "statistics, custom optimizers and initialization code, don't have one."
         ),
         tell="The message names the operation, which starts with `aten.`. Before `fully_shard`, the same line works.",
         fix=(
