@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     explain.set_defaults(run=explain_command)
 
-    lab = commands.add_parser("lab", help="open the notebooks in JupyterLab; pass it any other arguments")
+    lab = commands.add_parser("lab", help="open the notebooks in JupyterLab; other arguments are passed to it")
     lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR (for example, work)")
     lab.set_defaults(run=lab_command)
     return parser

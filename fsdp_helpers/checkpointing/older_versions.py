@@ -17,7 +17,7 @@ STATE = "state.json"
 
 
 def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the content of `path`/state.json, with tensors from `tensors` in place of their names.
+    """Return the contents of `path`/state.json, with tensors from `tensors` in place of their names.
 
     Raises CheckpointError if the file is damaged, or names a tensor that isn't in `tensors`.
     """

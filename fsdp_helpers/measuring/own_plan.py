@@ -1,6 +1,6 @@
 """Plan your own model: measure one step in one process, and calculate the rest.
 
-A model on the meta device has no values, so its step runs on fake tensors, counting the memory that fused GPU kernels
+A model on the meta device has no values, so its step runs on fake tensors; we count the memory that fused GPU kernels
 would need. A model with values is measured on its batch's device.
 """
 
@@ -267,7 +267,7 @@ class OneKernelNorm(torch.autograd.Function):
 def count_flops(
     model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the number of operations in each module's forward pass, without submodules, and in its attention."""
+    """Return the number of operations in each module's forward pass, excluding submodules, and in its attention."""
     # Attention runs as plain products, since torch 2.11 doesn't count a fused kernel's operations on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:

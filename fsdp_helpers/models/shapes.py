@@ -237,7 +237,7 @@ def check_quantization(config: dict) -> None:
 
 
 def rope_of_config(config: dict) -> tuple[dict, str]:
-    """Return the rotary settings in a `config.json`, whose key has a newer and an older name, and their type.
+    """Return the rotary settings in a `config.json`, found under a newer or an older key, and their type.
 
     Raises ValueError if the settings aren't a JSON object.
     """
@@ -250,7 +250,7 @@ def rope_of_config(config: dict) -> tuple[dict, str]:
 def llama_from_config(config: dict) -> LlamaShape:
     """Return the shape of a model that `fsdp_helpers.models.llama` can build from a Hugging Face `config.json`.
 
-    Raises a ValueError that names the key for features this model doesn't have: biases, other activation functions,
+    Raises ValueError, naming the key, for features that our model doesn't have: biases, other activation functions,
     and position scaling other than Llama 3.1's.
     """
     _, rope_type = rope_of_config(config)

@@ -346,7 +346,7 @@ def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepP
 
 
 def _weighed_flops(subject: Subject, settings: Settings, cluster: Cluster) -> dict[str, float]:
-    """Return the operations in forward, by module, weighted so that each takes as long as one in a matrix product."""
+    """Return the operation count in forward, by module, weighted so that all operations take equally long."""
     found: dict[str, float] = dict(subject.unit_flops_of(settings.batch))
     if cluster.is_typical:
         for unit, flops in subject.attention_flops(settings.batch).items():

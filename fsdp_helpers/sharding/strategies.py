@@ -187,7 +187,7 @@ def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Futu
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    """Return the names of the FSDP units in `model`, as in the plain model; the root is called "root"."""
+    """Return the names that the FSDP units in `model` have in the plain model; the root is called "root"."""
     return [
         plain_name(name) or "root"
         for name, module in model.named_modules()

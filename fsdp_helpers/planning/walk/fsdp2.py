@@ -13,7 +13,7 @@ SENT = "shard to be gathered"
 
 
 class FullyShard:
-    """A rank with row-sharded parameters; full parameters are copied out of one buffer, and gradients into another."""
+    """A rank with row-sharded parameters; it copies full parameters from one buffer, and gradients into another."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
         # An empty unit does nothing, but an empty root still computes
@@ -94,7 +94,7 @@ class FullyShard:
             self._shards.take_gradient(name, self._shards.sizes.gathered)
 
     def leave_backward(self, name: str) -> None:
-        """Reshard, copy the gradients into a buffer, free them, and take a shard of their sum over the ranks."""
+        """Reshard, copy the gradients into a buffer, free them, and keep a shard of their sum over all ranks."""
         unit = self.units[name]
         self._in_backward.discard(name)
         self._done.add(name)

@@ -193,7 +193,7 @@ class Shards:
     def lay_out(self, unit: Unit) -> None:
         """Lay out gradients for the reduction as FSDP2 does, with `_chunk_cat`, which makes extra copies on a CPU.
 
-        Gradients whose rows don't split evenly across the ranks are all copied at once, to pad them. Gradients whose
+        Gradients whose rows don't split evenly across the ranks are all copied together, to pad them. Gradients whose
         precision isn't the reduction precision are laid out one by one, each through another copy. The GPU kernel
         needs neither copy.
         """

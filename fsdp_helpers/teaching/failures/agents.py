@@ -410,8 +410,8 @@ AGENTS = (
             "that's older than the job."
         ),
         fix=(
-            "Run `rm -rf ~/.cache/torch_extensions`, and then build the extension on one rank first, or install a "
-            "prebuilt version of it. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk."
+            "Run `rm -rf ~/.cache/torch_extensions`, and then build the extension on a single rank first. Or install a "
+            "prebuilt version. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk."
         ),
         behavior=(
             "hangs while loading or compiling an extension: fused_adam, cpu_adam, deformable attention, ninja",

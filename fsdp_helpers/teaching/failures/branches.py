@@ -227,7 +227,7 @@ BRANCHES = (
             "gradient for head 0, and rank 1 has one for head 1. Both gradients end up in the same place in the buffer "
             "and are added together, without an error. Under DDP, `find_unused_parameters=True` prevents this."
         ),
-        tell="One head's gradient includes the other head's. Compare the gradients with one process or with DDP.",
+        tell="One head's gradient includes the other head's. Compare with a run in one process or under DDP.",
         fix=(
             "Call `model.set_reduce_scatter_unused_params(True)` (PyTorch 2.13 or later), so that parameters without "
             "a gradient contribute zeros."
@@ -302,8 +302,8 @@ BRANCHES = (
         tell="Trace the forward pass on each rank: the ranks call different units, or a different number of units.",
         fix=(
             "Call every unit on every rank, in the same order. If you don't need a unit's output, call the unit on a "
-            "dummy input and give its output a weight of 0: `loss + 0.0 * tower(blank).sum()`. Or keep the layers that "
-            "only some ranks use in the root unit, with `set_reduce_scatter_unused_params(True)`."
+            "dummy input and give its output a weight of 0: `loss + 0.0 * tower(blank).sum()`. Or, if only some ranks "
+            "use a layer, leave that layer in the root unit and call `set_reduce_scatter_unused_params(True)`."
         ),
         numbers=("a shared body's gradient is wrong where ranks run different experts",),
         behavior=(

@@ -232,7 +232,7 @@ LOADERS = (
             "host memory ran out. Only that rank stops; the others report a timeout or a lost connection."
         ),
         tell=(
-            "The first traceback says *Caught ... in DataLoader worker process*. `num_workers=0` shows the faulty line."
+            "The first traceback says *Caught ... in DataLoader worker process*. To find the line, set `num_workers=0`."
         ),
         fix=(
             "Catch bad samples inside the dataset and replace them, so that every rank still gets the same number of "

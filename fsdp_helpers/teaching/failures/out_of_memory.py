@@ -227,7 +227,7 @@ MEMORY = (
         tell="After the first micro-batch, memory has grown by 4 bytes per parameter of the full model.",
         fix=(
             "Leave out `model.set_requires_gradient_sync(False)`, so that gradients are reduced after each "
-            "micro-batch. Use that call only if full gradients fit in memory."
+            "micro-batch. Use `no_sync` or this setting only if full gradients fit."
         ),
         numbers=("after the first micro-batch, 4 bytes more per parameter of the full model",),
         behavior=(
@@ -290,7 +290,7 @@ MEMORY = (
         ),
         tell=(
             "Halve the batch size per rank, and see whether the step fits. Print `torch.cuda.max_memory_allocated()` "
-            "after forward, after backward and after the optimizer step, to see which of them sets the peak."
+            "after forward, after backward and after the optimizer step, to see where the peak occurs."
         ),
         fix=(
             "Use activation checkpointing for each block, a smaller micro-batch with accumulation, a loss computed in "

@@ -169,8 +169,8 @@ OUTSIDE = (
         title="Expected to mark a variable ready only once",
         why=(
             "DDP counts each parameter's gradient once per backward pass. Reentrant activation checkpointing starts a "
-            "second backward pass inside the first, and DDP's search for unused parameters doesn't know about it. "
-            "Using a module twice has the same effect."
+            "second backward pass inside the first, which DDP's search for unused parameters doesn't know about. Using "
+            "a module twice has the same effect."
         ),
         tell=(
             "The error occurs with `use_reentrant=True`, the old default of transformers' gradient checkpointing, but "

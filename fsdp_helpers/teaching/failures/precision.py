@@ -139,7 +139,7 @@ PRECISION = (
             "step changes."
         ),
         fix=(
-            "Load in fp32, and compute in bf16: `fully_shard(model, "
+            "Load the model in fp32, and compute in bf16: `fully_shard(model, "
             "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`."
         ),
         numbers=("a few percent of the weights change in a step",),

@@ -183,13 +183,13 @@ RECIPES = (
             "still the one for a small batch."
         ),
         tell=(
-            "The global batch size is per-rank batch size × ranks × micro-batches. Compare it, and the number of "
-            "steps, with the single-GPU run. If you divide one rank's counts by the size of the full data set, the "
-            "result is off by a factor of N."
+            "Compare the global batch size (per-rank batch size × ranks × micro-batches) and the number of steps with "
+            "the single-GPU run. If you divide one rank's counts by the size of the full data set, the result is off "
+            "by a factor of N."
         ),
         fix=(
-            "Divide the per-rank batch size by N (which gives the same curve), or keep it and scale up the learning "
-            "rate, with a warmup. For metrics, reduce the counts with `dist.all_reduce(correct)` before dividing."
+            "Divide the per-rank batch size by N (which gives the same curve), or keep that size and raise the "
+            "learning rate, with a warmup. For metrics, call `dist.all_reduce(correct)` before dividing."
         ),
         numbers=(
             "the accuracy is divided by the number of GPUs: 89% on one, 29% on three",

@@ -337,8 +337,8 @@ SAVING = (
             "checkpoint."
         ),
         fix=(
-            "Save and load with the same `get_state_dict(model, optimizer)`, and remove any entries from the "
-            "dictionary that aren't in the checkpoint."
+            "Save and load with the same `get_state_dict(model, optimizer)`, and remove from the dictionary any "
+            "entries that aren't in the checkpoint."
         ),
         messages=("Missing key in checkpoint state_dict",),
         behavior=(
@@ -488,7 +488,7 @@ SAVING = (
             "you how many images have been seen."
         ),
         tell="Check whether the number of steps times the batch size equals the number of images seen.",
-        fix="Save the number of images seen instead of the number of steps, or refuse a different batch size.",
+        fix="Save the number of images seen instead of the number of steps, or refuse to resume with a different one.",
         numbers=("images seen twice, or not at all, after a resume with a different batch size",),
         behavior=(
             (

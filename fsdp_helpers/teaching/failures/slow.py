@@ -249,7 +249,7 @@ SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
         title="Gradient accumulation over four micro-batches makes the network four times as busy",
-        why="Each micro-batch takes a forward pass and a backward pass, which all-gather the units again.",
+        why="Each micro-batch takes a forward pass and a backward pass, and each pass all-gathers the units again.",
         tell="Count the all-gathers in one step: the count grows with the number of micro-batches.",
         fix=(
             "If the parameters fit, keep them unsharded within a step: call `model.set_reshard_after_forward(False)` "
@@ -370,7 +370,7 @@ SLOW = (
         title="All ranks wait for the slowest one",
         why=(
             "No collective finishes before the last rank joins. If one GPU is too hot, shares its link or its CPU, or "
-            "gets longer sequences, it slows all ranks down."
+            "gets longer sequences, its rank slows all ranks down."
         ),
         tell=(
             "Time forward and backward on each rank *without* collectives, or look for the rank that enters each "
@@ -378,8 +378,8 @@ SLOW = (
             "the PCIe link's width."
         ),
         fix=(
-            "Balance the work: sort sequences by length, and form batches by number of tokens. Take the slow node out, "
-            "or stop whatever else is running on it. On Slurm, pass `--cpu-bind=cores`."
+            "Balance the work: sort sequences by length, and form batches by number of tokens. Take the slow node out "
+            "of the job, or stop whatever else is running on it. On Slurm, pass `--cpu-bind=cores`."
         ),
         behavior=(
             "one GPU or node is slower than the rest: thermal throttling, clocks, shared CPU, PCIe x1",

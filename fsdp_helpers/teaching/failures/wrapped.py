@@ -280,8 +280,8 @@ WRAPPED = (
         ),
         tell="Search the code between wrapping and the first step for lines that change `model`.",
         fix=(
-            "First build, resize, add adapters and cast; then shard; then create the optimizer. If you need a copy, "
-            "build a second model and call `load_state_dict` on it."
+            "First build the model, resize it, add adapters and cast; then shard it; then create the optimizer. If you "
+            "need a copy, build a second model and call `load_state_dict` on it."
         ),
         messages=(
             "Cannot writeback when the",
@@ -454,9 +454,9 @@ WRAPPED = (
         name="crash-compile-and-fsdp",
         title="torch.compile fails around or inside FSDP",
         why=(
-            "FSDP's hooks unshard and reshard parameters, which the compiler can't trace. The compiler breaks the "
-            "graph there (an error with `fullgraph=True`), or it fails because a tensor's `.data` has changed. With "
-            "FSDP1's flat parameters, every parameter's `.data` changes."
+            "The compiler can't trace FSDP's hooks, which unshard and reshard parameters. At a hook, it breaks the "
+            "graph (an error with `fullgraph=True`), or it fails because a tensor's `.data` has changed. With FSDP1's "
+            "flat parameters, every parameter's `.data` changes."
         ),
         tell="The same run works without `torch.compile`. `TORCH_LOGS=graph_breaks` prints where the graph breaks.",
         fix=(

@@ -333,7 +333,7 @@ WRONG = (
             "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still reduces in bf16. The "
             "more ranks there are, the more is lost to rounding."
         ),
-        tell="Compare one step's gradient norm with the fp32 norm. Here, they differ in the fourth digit.",
+        tell="Compare one step's gradient norm with the fp32 norm. Here, the norms differ in the fourth digit.",
         fix=(
             "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. This doubles the "
             "number of bytes that are reduced."
