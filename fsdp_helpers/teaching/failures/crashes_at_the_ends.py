@@ -292,7 +292,7 @@ CRASHES_AT_THE_ENDS = (
             "The message is about a connection, not about your code. Look at the *other* ranks: which one exited "
             "first, and with what exit status? `launch` calls the roll and names the missing rank."
         ),
-        fix="Have all ranks agree on the number of steps before the loop. Here, the smallest number wins.",
+        fix="Have all ranks agree on the number of steps before the loop. Here, all ranks use the smallest number.",
         messages=(
             "Connection closed by peer",
             "This is typically caused by a remote worker",

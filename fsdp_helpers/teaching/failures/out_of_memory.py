@@ -227,7 +227,7 @@ MEMORY = (
         tell="After the first micro-batch, memory has grown by 4 bytes per parameter of the full model.",
         fix=(
             "Leave out `model.set_requires_gradient_sync(False)`, so that gradients are reduced after each "
-            "micro-batch. Use that call only if full gradients fit in memory."
+            "micro-batch. Use `no_sync` or this setting only if full gradients fit."
         ),
         numbers=("after the first micro-batch, 4 bytes more per parameter of the full model",),
         behavior=(

@@ -249,7 +249,7 @@ SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
         title="Gradient accumulation over four micro-batches makes the network four times as busy",
-        why="Each micro-batch takes a forward pass and a backward pass, which all-gather the units again.",
+        why="Each micro-batch takes a forward pass and a backward pass, and each pass all-gathers the units again.",
         tell="Count the all-gathers in one step: the count grows with the number of micro-batches.",
         fix=(
             "If the parameters fit, keep them unsharded within a step: call `model.set_reshard_after_forward(False)` "

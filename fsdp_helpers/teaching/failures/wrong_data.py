@@ -304,8 +304,8 @@ WRONG_DATA = (
         fix=(
             "Before you evaluate or save, average the buffers over the ranks, including the variance: "
             "`dist.all_reduce(buffer); buffer /= world_size`. The averaged variance leaves out the distance between "
-            "the ranks' means. With shuffled data, that distance is tiny, but if one of two ranks has values that are "
-            "larger by 2, the averaged variance is 1.05 instead of 1.96. `SyncBatchNorm`, which needs GPUs, includes "
+            "the ranks' means. With shuffled data, that distance is tiny, but if the values on one of two ranks are "
+            "shifted by 2, the averaged variance is 1.05 instead of 1.96. `SyncBatchNorm`, which needs GPUs, includes "
             "the distance, and GroupNorm has no running statistics at all."
         ),
         numbers=("running_mean and running_var differ from rank to rank",),
