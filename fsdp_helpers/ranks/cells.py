@@ -157,7 +157,7 @@ def portable(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(map(portable, value))
     try:
-        dumps(value)
+        dumps(value, "the value")
     except Exception:
         return without_addresses(repr(value))
     return value

@@ -3,8 +3,7 @@
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,17 +60,6 @@ class Interrupted(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
-
-
-@contextmanager
-def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
-    """Within the block, make a notebook show errors of these `kinds` as a message, without a traceback."""
-    try:
-        yield
-    except kinds as error:
-        lines = [f"{type(error).__name__}: {error}"]
-        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython looks for it
-        raise
 
 
 def describe_error(

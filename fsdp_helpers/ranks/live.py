@@ -10,14 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
 
 from fsdp_helpers.config import require_seconds, require_whole
 from fsdp_helpers.gpus import choose_device
-from fsdp_helpers.notebook import InPlace, follow_edits, is_notebook
+from fsdp_helpers.notebook import InPlace, follow_edits, is_notebook, shown_by_message
 from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.cells import INTERRUPT, serve, without_addresses
-from fsdp_helpers.ranks.errors import Answer, Failure, Interrupted, RankError, list_ranks, shown_by_message
+from fsdp_helpers.ranks.errors import Answer, Failure, Interrupted, RankError, list_ranks
 from fsdp_helpers.ranks.group import LONGEST_WAIT_S, blames_another_rank
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
@@ -282,8 +281,3 @@ def run_cell(line: str, cell: str) -> None:
         refusal = RuntimeError("".join(traceback.format_exception_only(error)).rstrip())
         refusal._render_traceback_ = lambda: [str(refusal)]  # type: ignore[attr-defined]
         raise refusal from None
-
-
-def register(shell: Any) -> None:
-    """Add the `%%ranks` magic to a notebook; `%load_ext fsdp_helpers` calls this function."""
-    shell.register_magic_function(run_cell, magic_kind="cell", magic_name="ranks")

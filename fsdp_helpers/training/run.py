@@ -15,9 +15,9 @@ from fsdp_helpers.data.source import DataError, num_test_images, num_train_image
 from fsdp_helpers.data.text import TEST_PART, read_text
 from fsdp_helpers.gpus import choose_device, hide_gpus
 from fsdp_helpers.models.shapes import BYTE_LLAMA
-from fsdp_helpers.notebook import is_notebook
+from fsdp_helpers.notebook import is_notebook, shown_by_message
 from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
-from fsdp_helpers.ranks.errors import describe_error, shown_by_message
+from fsdp_helpers.ranks.errors import describe_error
 from fsdp_helpers.ranks.group import gather_over_ranks, process_group, silent_ranks_named
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord

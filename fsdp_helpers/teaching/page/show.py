@@ -162,7 +162,7 @@ def machine(
 
     from fsdp_helpers.data.source import describe_source, prepare_data
     from fsdp_helpers.gpus import device_name
-    from fsdp_helpers.ranks.errors import shown_by_message
+    from fsdp_helpers.notebook import shown_by_message
     from fsdp_helpers.teaching.page.this_machine import settle_device
 
     with shown_by_message(ValueError):
