@@ -110,7 +110,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama with Hugging Face's names and arithmetic. Its forward returns the sum of the tokens' losses."""
+    """A Llama with Hugging Face's names and arithmetic. `forward` returns the sum of the tokens' losses."""
 
     def __init__(self, config: dict) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] =
 
 
 def _expect_accumulated(step: dict[str, Any], says: str) -> None:
-    expect(step["reduced"] > 0, f"{says}no gradients were reduced; which backward should reduce them?")
+    expect(step["reduced"] > 0, f"{says}no gradients were reduced; which backward pass should reduce them?")
     expect(
         step["reduced"] <= NET_UNITS,
         f"{says}a step runs {step['reduced']} reduce-scatters, but the model has only {NET_UNITS} units",

@@ -66,7 +66,7 @@ def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = R
 
 def _expect_documents(found: dict[str, float], says: str) -> None:
     """Check the gradient's direction before its norm, since only the direction reveals a mean of means."""
-    expect(found["reduced"] > 0, f"{says}no gradients were reduced; which backward should reduce them?")
+    expect(found["reduced"] > 0, f"{says}no gradients were reduced; which backward pass should reduce them?")
     expect(
         found["computed"] <= found["own"],
         f"{says}the model processed {found['computed']} tokens, but this rank's parts have only {found['own']}",
@@ -272,8 +272,10 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
     gather_over_ranks(None)  # rank 0 may still be writing
     try:
         tensors = load_file(path)
+    except FileNotFoundError:
+        return SavedByReader(problem=f"save_adapters didn't write {Path(path).name}")
     except (OSError, SafetensorError) as error:
-        return SavedByReader(problem=f"{Path(path).name} can't be read: {type(error).__name__}; is it safetensors?")
+        return SavedByReader(problem=f"{Path(path).name} isn't a safetensors file: {type(error).__name__}")
     if any(tensors[name].shape != own.shape for name, own in trained.items() if name in tensors):
         return SavedByReader(problem="the file's tensors don't have their full shapes; a rank has only its shard")
     with torch.no_grad():

@@ -70,7 +70,7 @@ def draw_pipeline(schedules: Mapping[str, Sequence[Sequence[PipelineWork]]]) -> 
             ax.set_title(f"{name}: {idle:.0%} of the step is bubble (empty)")
             orders = [" ".join(f"{work.kind}{work.number}" for work in stage) for stage in stages]
             told += [f"{name}, {idle:.0%} bubble."] + [f"Stage {row}: {order}." for row, order in enumerate(orders)]
-        axes[-1, 0].set_xlabel("time (one forward of a micro-batch = 1; a backward takes twice that)")
+        axes[-1, 0].set_xlabel("time (a micro-batch's forward pass = 1; its backward pass takes twice that)")
     put_in_words(fig, " ".join(told))
     return fig, axes[:, 0]
 

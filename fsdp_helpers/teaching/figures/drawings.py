@@ -215,5 +215,5 @@ def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
         ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward →; numbers are blocks")
         ax.margins(x=0.01)
     told = "; ".join(f"{name}: {', '.join(order)}" for name, order in orders.items())
-    put_in_words(fig, f"A forward's events, in order. {told}.")
+    put_in_words(fig, f"The events of a forward pass, in order. {told}.")
     return fig, ax

@@ -267,7 +267,7 @@ def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
         ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         ax.yaxis.set_minor_locator(NullLocator())
         measured_s = dict(zip(bandwidths, [row["step_s"] for row in limited], strict=True))
-        ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, between two machines"))
+        ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, across two machines"))
         fig.legend(loc="outside lower left", ncols=2)
     return fig, ax
 

@@ -48,7 +48,7 @@ class TinyLanguageModel(nn.Module):
 
 
 def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
-    """Shard `model`. `cut` names the unit besides the root: "nothing", "the head", or "both ends" together."""
+    """Shard `model`. `cut` is the unit besides the root: "nothing", "the head", "both ends", or "FSDP1, the head"."""
     if cut == "FSDP1, the head":
         policy = CustomPolicy(lambda module: module is model.head)
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=rank_device(), use_orig_params=True)

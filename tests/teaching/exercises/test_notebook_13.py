@@ -88,8 +88,12 @@ class TestAdapters(BuildTestsOnRanks):
     checker = staticmethod(notebook_13.check_adapters)
     worker = staticmethod(notebook_13.adapters_by_reader)
     file = "adapters-2.safetensors"
-    starter = "adapters-2.safetensors can't be read: FileNotFoundError"
+    starter = "save_adapters didn.t write adapters-2.safetensors"
     wrong = [
+        (
+            [("        save_file(tensors, path)", "        torch.save(tensors, path)")],
+            "adapters-2.safetensors isn't a safe",
+        ),
         ([(" if parameter.requires_grad", "")], "tensors that aren't trained, including"),
         (
             [(" if parameter.requires_grad", ' if "lora" in name or parameter.requires_grad')],
