@@ -135,7 +135,7 @@ def main(device: torch.device, folder: Path, last_step: int) -> None:
     schedule = CosineAnnealingLR(adam, T_max=20)
 
     first_step = load_newest(folder, model, adam, schedule)
-    signals = []  # Slurm sends SIGTERM before the time limit; we note it here and complete the step first
+    signals = []  # SIGTERM comes before the time limit; we note it here and complete the step first
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     for step in range(first_step, last_step):
         inputs, labels = load_batch(step)

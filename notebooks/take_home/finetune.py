@@ -357,7 +357,7 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
     if rank == 0 and first >= steps:
         print(f"{run} already has {first} steps; STEPS is the total, counted from the beginning", flush=True)
 
-    signals = []  # Slurm sends SIGTERM before the time limit; we note it here and complete the step first
+    signals = []  # SIGTERM comes before the time limit; we note it here and complete the step first
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     for step in range(first, steps):
         numbers, targets = load_batch(documents, step)

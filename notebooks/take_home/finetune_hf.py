@@ -941,7 +941,7 @@ def train(
     first: int,
 ) -> bool:
     """Take the remaining steps, starting with `first`. Return False if a signal ended the run early."""
-    signals = []  # Slurm sends SIGTERM before the time limit; we note it here and complete the step first
+    signals = []  # SIGTERM comes before the time limit; we note it here and complete the step first
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     is_asked = False
     for step in range(first, arguments.steps):
