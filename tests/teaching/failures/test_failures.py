@@ -134,7 +134,7 @@ def test_the_symptom_still_appears(failure):
     if failure.says and not failure.not_in:
         said = normalized(seen.error)
         missing = [text for text in failure.messages if normalized(text) not in said]
-        assert missing == [] or (gallery.release() < "2.15" and len(missing) < len(failure.messages)), said
+        assert missing == [] or (gallery.torch_release() < "2.15" and len(missing) < len(failure.messages)), said
 
 
 def test_a_pytorch_that_does_not_show_it_must_not_show_it(monkeypatch):
