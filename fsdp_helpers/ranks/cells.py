@@ -132,13 +132,15 @@ class Cells:
 
 
 def _count_point_to_point() -> Counter[str]:
-    """Return a live count of point-to-point messages per group; they share sequence numbers with collectives."""
+    """Return a live count of the sequence numbers that point-to-point messages take, by group; NCCL's take none."""
     counts: Counter[str] = Counter()
     for name in ("send", "recv", "recv_anysource"):
 
         def counted(group: Any, *args: Any, method: Any = getattr(dist.ProcessGroup, name), **settings: Any) -> Any:
-            counts[group.group_name] += 1
-            return method(group, *args, **settings)
+            before = group._get_sequence_number_for_group()
+            work = method(group, *args, **settings)
+            counts[group.group_name] += group._get_sequence_number_for_group() - before
+            return work
 
         setattr(dist.ProcessGroup, name, counted)
     return counts
