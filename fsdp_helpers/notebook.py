@@ -1,4 +1,4 @@
-"""Notebook support: errors without a traceback, outputs updated in place, and reloading modules that the reader edits."""
+"""Notebook support: show errors without tracebacks, update outputs in place, and reload modules that a reader edits."""
 
 import importlib
 import sys

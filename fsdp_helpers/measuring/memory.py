@@ -249,7 +249,7 @@ def take_work_spaces(device: torch.device) -> None:
 
 
 def requested_points(noted: Iterable[Mapping]) -> list[tuple[float, int]]:
-    """Return pairs (Unix time in s, bytes requested from then on) for the tensors created while it was recorded.
+    """Return pairs (Unix time in s, bytes requested from then on) for the tensors created while `noted` was recorded.
 
     A tensor counts until it's freed. If a stream is still reading its block (`record_stream`), the block can only be
     reused later; that affects reserved memory, but not these numbers.

@@ -140,8 +140,8 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     - experts: the hidden layers of the c experts that a token is sent to, counted as one wide layer; the tokens sorted
       by expert, and the experts' outputs, c x h each; the router's logits and probabilities, in fp32
 
-    One kernel computes all experts (a grouped product), so the gradients of all their last weights exist at once. We
-    assume even routing.
+    One kernel computes all experts (a grouped product), so the gradients of all their last weights exist at the same
+    time. We assume even routing.
     """
     if not shape.gated:
         sizes = {"tokens": tokens, "width": shape.width, "mlp_width": shape.mlp_width, "num_heads": shape.num_heads}

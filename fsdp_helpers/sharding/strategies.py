@@ -171,7 +171,7 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 def wait_for_buckets(model: nn.Module) -> None:
     """Make DDP's ranks wait for each bucket if a timeout is set on CUDA; other strategies wait anyway.
 
-    DDP never calls `wait()`, which raises if a rank is missing. It makes only later kernels wait, so the other ranks
+    DDP never calls `wait()`, which raises if a rank is missing. DDP makes only later kernels wait, so the other ranks
     would hang the next time they synchronize with the GPU.
     """
     raises_on_timeout = os.environ.get(BLOCKING_WAIT, "0") not in ("", "0")

@@ -288,7 +288,7 @@ class Onlooker:
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: ShardedBlock, when: str) -> None:
-        """Count the unsharded blocks while `block` computes; raise RuntimeError if `block` itself is resharded."""
+        """Count the unsharded blocks while `block` computes; raise RuntimeError if `block`'s own storage is empty."""
         if block.whole_bytes == 0:
             is_first = block is self.blocks[0] and when == "backward"
             because = "; this block's inputs need no gradient, so don't wait for one" if is_first else ""
@@ -303,7 +303,7 @@ class Onlooker:
 
 
 def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks:
-    """Train four blocks with the reader's hooks, and record when the blocks' storage isn't empty."""
+    """Train four blocks with the reader's hooks, and record how many blocks are unsharded, and when."""
     hook_block: Callable = import_own(module, "hook_block")
     plain = build_model()
     right = plain_losses(plain, sgd(plain))

@@ -297,7 +297,7 @@ def _check_directives(told: dict[str, str]) -> None:
     found = re.fullmatch(r"B:(?:SIG)?([A-Z]+\d?|\d+)@(\d+)", told.get("signal", ""))
     expect(
         found is not None,
-        "#SBATCH --signal: this shell has to get a signal before the time limit; use B:NAME@SECONDS",
+        "#SBATCH --signal: the script's shell has to get a signal before the time limit; use B:NAME@SECONDS",
     )
     expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s isn't enough; saving takes up to {LEAD_S} s")
 

@@ -98,7 +98,7 @@ def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
             f"case {number}: answer with a tuple of the symptom, the cause and the letter of the fix",
         )
         check_case(number, case, answer, cases.fixes)
-    return f"All {len(cases.cases)} faults found, each with its fix. Draw again for different ones."
+    return f"All {len(cases.cases)} faults found, each with its fix. Draw again for different faults."
 
 
 def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]) -> None:

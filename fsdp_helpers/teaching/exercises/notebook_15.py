@@ -139,7 +139,7 @@ def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> No
     for rank in range(world_size):
         inputs, labels, places = _three_tensors(call(split, tokens, rank, world_size), tokens, world_size, says)
         wrong = [place for place in places.tolist() if not 0 <= place < length]
-        expect(not wrong, f"{says}rank {rank}: there's no place {wrong[0] if wrong else ''}")
+        expect(not wrong, f"{says}rank {rank}: place {wrong[0] if wrong else ''} doesn't exist")
         expect(
             torch.equal(inputs, tokens[:, places]), f"{says}rank {rank}: the inputs aren't the tokens at these places"
         )

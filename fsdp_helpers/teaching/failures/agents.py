@@ -347,8 +347,8 @@ AGENTS = (
         title="RendezvousClosedError, or a node joins too late",
         why=(
             "torchrun's agents find each other through a rendezvous ID. Once one node has finished or failed, it "
-            "closes the rendezvous, and any node that restarts or arrives later finds it closed. Reusing an old job's "
-            "ID has the same effect."
+            "closes the rendezvous, so any node that restarts or arrives later can't join. Reusing an old job's ID has "
+            "the same effect."
         ),
         tell="The real error comes before this message, in the log of the node that left first.",
         fix=(

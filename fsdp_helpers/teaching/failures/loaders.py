@@ -348,7 +348,7 @@ LOADERS = (
             "page, into each worker of each rank."
         ),
         tell=(
-            "With `num_workers=0`, memory stays flat. The workers' total PSS (from `smem` or "
+            "With `num_workers=0`, memory use stays flat. The workers' total PSS (from `smem` or "
             "`/proc/PID/smaps_rollup`) grows with the number of samples read. The run ends with *Killed* or *Cannot "
             "allocate memory*."
         ),

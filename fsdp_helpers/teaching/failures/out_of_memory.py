@@ -226,8 +226,8 @@ MEMORY = (
         ),
         tell="After the first micro-batch, memory has grown by 4 bytes per parameter of the full model.",
         fix=(
-            "Leave out `model.set_requires_gradient_sync(False)`, so that gradients are reduced after each "
-            "micro-batch. Use `no_sync` or this setting only if full gradients fit."
+            "Let gradients be reduced after each micro-batch: leave out `model.set_requires_gradient_sync(False)`, "
+            "unless full gradients fit in memory."
         ),
         numbers=("after the first micro-batch, 4 bytes more per parameter of the full model",),
         behavior=(

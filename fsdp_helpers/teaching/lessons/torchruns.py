@@ -157,7 +157,7 @@ def _wait_for_rank(rank: int, torchruns: Sequence[subprocess.Popen]) -> psutil.P
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
-    """Kill a rank (-9) as soon as `after` exists, then return all of torchrun's output."""
+    """Kill a rank with SIGKILL as soon as the path `after` exists, then return all of torchrun's output."""
     wait_for(after, torchrun)
     worker_of(torchrun, rank).kill()
     return torchrun.communicate(timeout=TIMEOUT_S)[0]

@@ -1,7 +1,7 @@
 """Run PyTorch/XLA scripts in their own environment, or show their saved output if torch_xla isn't installed.
 
 torch_xla needs one particular version of torch, so we don't import it here. A script in notebooks/xla gets a folder
-with its settings, images and initial parameters, runs in that environment, and writes its result as JSON.
+with its settings, images and initial parameters, runs in its own environment, and writes its result as JSON.
 """
 
 import ast

@@ -130,7 +130,7 @@ WRONG = [
     ([("--gpus-per-node=4", "--gpus-per-node=8")], "the script requests 8 GPUs per node; each node has 4"),
     ([("02:00:00", "1-00:00:00")], "the partition allows at most two hours"),
     ([("#SBATCH --requeue\n", "")], "which option queues it again"),
-    ([("B:USR1@300", "USR1@300")], "this shell has to get a signal before the time limit"),
+    ([("B:USR1@300", "USR1@300")], "the script's shell has to get a signal before the time limit"),
     ([("B:USR1@300", "B:USR1@60")], "60 s isn't enough; saving takes up to 300 s"),
     ([("--ntasks-per-node=1", "--ntasks-per-node=4")], "16 torchruns were started; srun should start one on"),
     ([("srun torchrun", "torchrun")], "1 torchruns were started"),

@@ -68,7 +68,7 @@ class TestLabels(BuildTests):
         ([("2 * world_size", "world_size"), ("torch.cat([pieces[rank], pieces[-1 - rank]])", "pieces[rank]")], "some ranks compute more scores"),
         ([("tokens[:, places], tokens", "tokens[:, places].T, tokens")], "the shapes are"),
         ([("torch.arange(length)", "(torch.arange(length) + 1)")], "your function fails: IndexError"),
-        ([("torch.arange(length)", "(torch.arange(length) - 1)")], "there's no place -1"),
+        ([("torch.arange(length)", "(torch.arange(length) - 1)")], "place -1 doesn't exist"),
     ]  # fmt: skip
 
 
