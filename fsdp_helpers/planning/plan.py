@@ -190,7 +190,7 @@ class Plan:
 
     @property
     def step_s(self) -> tuple[float, float] | None:
-        """Return the shortest and longest step times in seconds; None if launches dominate or no rate is known."""
+        """Return the shortest and longest step time in seconds; None if kernel launches dominate or no rate is known."""
         return (self.time.shortest_s, self.time.longest_s) if self.time and not self.time.launches_decide else None
 
     @property

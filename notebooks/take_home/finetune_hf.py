@@ -1,4 +1,4 @@
-"""Fine-tune any causal language model in `transformers` with FSDP2. Besides torch, it needs transformers.
+"""Fine-tune any causal language model in `transformers` with FSDP2. This script needs torch and transformers.
 
 Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs, or the CPU if there are
 fewer GPUs than ranks.
@@ -927,7 +927,7 @@ def held_out_loss(loss: TokenLoss, rows: Rows, size: int, device: torch.device) 
     total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
     dist.all_reduce(total)
     loss.train()
-    loss.reshard()  # the root stays unsharded after a forward without a backward
+    loss.reshard()  # the root stays unsharded after a forward pass without a backward pass
     return total.item() / rows.num_learned(rows.held_out)
 
 
@@ -1089,6 +1089,6 @@ if __name__ == "__main__":
     except RuntimeError as error:
         if "by peer" not in str(error):
             raise
-        sys.exit(1)  # the connection was closed because another rank ended, and it printed why
+        sys.exit(1)  # the connection was closed because another rank exited after printing why
     if chosen.type == "cpu":
         os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included
