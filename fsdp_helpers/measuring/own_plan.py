@@ -184,7 +184,7 @@ def fake_step(
     precision: str,
     flat_units: Flat = None,
 ) -> StepProfile:
-    """Return a step profile for a model that has no values, like `measure_step` but with fake tensors."""
+    """Return a step profile for a model that has no values, as `measure_step` does, but with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     with fake_tensors() as mode, needs_no_values(type(model).__name__):
         made_fake(model, mode, _dtype(precision))

@@ -185,7 +185,7 @@ class Plan:
 
     @property
     def arithmetic_s(self) -> float | None:
-        """Return the seconds of arithmetic in a step, at the cluster's rate."""
+        """Return how many seconds a step's arithmetic takes at the cluster's rate."""
         return self.time.arithmetic_s if self.time else None
 
     @property

@@ -114,13 +114,13 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         type=read_interval,
         default="500",
         metavar="N|Nm",
-        help="steps between saves, or minutes with an m, as in 20m (500)",
+        help="number of steps between saves, or of minutes if it ends in m, as in 20m (500)",
     )
     add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
     add("--held-out", type=float, default=0.02, help="fraction of the documents to hold out for testing (0.02)")
     add("--test-every", type=int, default=100, help="measure the held-out loss every N steps (100)")
     add("--lora-rank", type=int, default=0, metavar="R", help="freeze the model and train adapters of rank R")
-    add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks it)")
+    add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks sdpa)")
     add("--compile", action="store_true", help="torch.compile each layer")
     add("--offload", action="store_true", help="keep shards and optimizer state in host memory")
     add("--unit", metavar="CLASS", help="the class of the modules that become units (the model's decoder layers)")
