@@ -7,6 +7,7 @@ Importing the package is instant, because each function is loaded only when you 
 """
 
 import importlib
+from typing import Any
 
 __version__ = "2.2.0"
 _MODULES = {
@@ -31,6 +32,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def load_ipython_extension(shell: object) -> None:
+def load_ipython_extension(shell: Any) -> None:
     """Register the `%%ranks` cell magic; IPython calls this for `%load_ext fsdp_helpers`."""
-    importlib.import_module(f"{__name__}.ranks.live").register(shell)
+    run_cell = importlib.import_module(f"{__name__}.ranks.live").run_cell
+    shell.register_magic_function(run_cell, magic_kind="cell", magic_name="ranks")

@@ -1,4 +1,4 @@
-"""The command line: `python -m fsdp_helpers train --help`. torchrun can also start it."""
+"""The command-line interface: see `python -m fsdp_helpers --help`. torchrun can also start it."""
 
 import argparse
 import os
@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     explain.set_defaults(run=explain_command)
 
-    lab = commands.add_parser("lab", help="open the notebooks in JupyterLab; pass it any other arguments")
+    lab = commands.add_parser("lab", help="open the notebooks in JupyterLab; other arguments are passed to it")
     lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR (for example, work)")
     lab.set_defaults(run=lab_command)
     return parser

@@ -84,7 +84,7 @@ def device_name(device: Any) -> str:
 def compute_repeatably() -> None:
     """Make the CUDA libraries return the same numbers in every run, and compute in fp32 when fp32 is requested.
 
-    The series compares runs bitwise (06) or within 1e-5. By default, cuDNN may choose a different algorithm in the next
+    The notebooks compare runs bitwise or within 1e-5. By default, cuDNN may choose a different algorithm in the next
     run, cuBLAS may sum in a different order, and convolutions round their inputs to TF32, which keeps 10 of fp32's
     23 mantissa bits. These defaults are faster, so keep them for runs you don't need to compare. Call this before
     the first use of the GPU.

@@ -1,7 +1,9 @@
-"""Notebook support: updating outputs in place, and reloading modules that the reader edits."""
+"""Notebook support: show errors without tracebacks, update outputs in place, and reload modules that a reader edits."""
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _seen: dict[str, tuple[int, int]] = {}  # module name -> its file's modification time (ns) and size when last checked
@@ -15,6 +17,17 @@ def is_notebook() -> bool:
 
     shell = get_ipython()
     return shell is not None and "IPKernelApp" in shell.config
+
+
+@contextmanager
+def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
+    """Within the block, make a notebook show errors of these `kinds` as a message, without a traceback."""
+    try:
+        yield
+    except kinds as error:
+        lines = [f"{type(error).__name__}: {error}"]
+        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython looks for it
+        raise
 
 
 class InPlace:

@@ -59,7 +59,7 @@ class MemoryCurve:
 class Collective:
     """One collective operation as one rank saw it.
 
-    `bytes` is the size of the full tensor, including padding; `sent_bytes` is what this rank sends for it in a
+    `bytes` is the size of the full tensor, including padding; `sent_bytes` is how much this rank sends for it in a
     ring, by the formula in `planning/traffic.py`.
     """
 
@@ -72,7 +72,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """All collectives of one kind in a step: their count, the size of their full tensors, and what this rank sends."""
+    """All collectives of one kind in a step: their count, their full tensors' bytes, and the bytes this rank sends."""
 
     op: str
     count: int
@@ -135,7 +135,7 @@ class EpochRecord:
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
     """Return the largest per-step difference between two lists of losses; NaN if any loss is NaN.
 
-    Raises ValueError if they have different numbers of steps.
+    Raises ValueError if they have different numbers of steps, or no steps at all.
     """
     if len(losses) != len(others) or not losses:
         raise ValueError(f"{len(losses)} steps can't be compared with {len(others)}")
@@ -166,7 +166,7 @@ class RunRecord:
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
         """Return the largest per-step difference between this run's losses and `other`, a run or a list of losses.
 
-        Raises ValueError if they have different numbers of steps.
+        Raises ValueError if they have different numbers of steps, or no steps at all.
         """
         return largest_difference(self.step_losses, other.step_losses if isinstance(other, RunRecord) else other)
 
@@ -176,8 +176,8 @@ class RunRecord:
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
-                f"ended after {done} of {config.max_steps} steps: {config.epochs} epoch(s) ran out of images; raise "
-                f"--epochs"
+                f"ended after {done} of {config.max_steps} steps: {config.epochs} epoch(s) ran out of "
+                f"{config.item}s; raise --epochs"
             )
         if not self.step_losses:
             return f"nothing left to train: all {done} steps are already done; raise --max-steps or --epochs"

@@ -64,7 +64,7 @@ def save(
     wait: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Future | None:
-    """Save a training state as `folder`, which must be new or empty. Every rank calls this, and writes its shards.
+    """Save a training state in `folder`, which must be new or empty. Every rank calls this and writes its own shards.
 
     Args:
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, along with rank 0's copy of its buffers.
@@ -105,7 +105,7 @@ def save(
 
 
 def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> tuple[dict[str, Tensor], bytes]:
-    """Return the data that this rank writes: tensors by name, and everything else as the content of `state.pt`.
+    """Return the data that this rank writes: tensors by name, and everything else as the contents of `state.pt`.
 
     Under FSDP1, torch unshards the state and then shards it again by rows, so saving temporarily allocates more than
     the full state.
@@ -240,9 +240,9 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
 
 
 def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the content of `state.pt`. A checkpoint from an earlier version has `state.json` instead, or neither file.
+    """Return the contents of `state.pt`. Checkpoints from earlier versions have `state.json` instead, or neither file.
 
-    `older` has the tensors that an earlier version stored along with the model's tensors.
+    `older` contains the tensors that an earlier version stored along with the model's tensors.
     """
     if (path / OLDER_STATE).exists():
         return read_state_json(path, older)

@@ -1,8 +1,8 @@
 """A run's checkpoint folder, in which each checkpoint is written atomically. No torch import.
 
-`DIR/step-00000020/` has the files of one checkpoint and `checkpoint.json`, which describes them. The folder is written
+`DIR/step-00000020/` has one checkpoint's files and `checkpoint.json`, which describes them. The folder is written
 under a temporary name and renamed once every byte is on disk, so a folder with the final name is complete, even if the
-process was killed. The run that's writing holds a lock, which the system releases no matter how the process ends.
+process was killed. The run that's writing holds a lock, which the system releases no matter how the process exits.
 """
 
 import json
@@ -29,7 +29,7 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The content of `checkpoint.json`: enough to refuse a wrong or damaged checkpoint before anything is loaded."""
+    """The contents of `checkpoint.json`: enough to refuse a wrong or damaged checkpoint before anything is loaded."""
 
     format: int
     step: int  # optimizer steps since the beginning of the run, from the folder's name; 0 if the name has none

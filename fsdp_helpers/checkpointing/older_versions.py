@@ -1,6 +1,6 @@
 """Read `state.json`, in which versions before 2.2 kept everything that isn't a tensor.
 
-A value that JSON can't express is an object with one key: {"!tuple": [...]}, {"!dict": [[key, value], ...]},
+A value that JSON can't express is stored as an object with one key: {"!tuple": [...]}, {"!dict": [[key, value], ...]},
 {"!tensor": name}.
 """
 
@@ -17,7 +17,7 @@ STATE = "state.json"
 
 
 def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the content of `path`/state.json, with tensors from `tensors` in place of their names.
+    """Return the contents of `path`/state.json, with tensors from `tensors` in place of their names.
 
     Raises CheckpointError if the file is damaged, or names a tensor that isn't in `tensors`.
     """

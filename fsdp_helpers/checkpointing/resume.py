@@ -1,8 +1,8 @@
 """Save and resume a run: when to save, which settings to save besides tensors, and which settings must match.
 
-On SIGTERM, all ranks save and stop after the same step. Slurm sends SIGTERM before the time limit and before a
-preemption, and torchrun forwards it to its ranks. The signal may reach some machines earlier than others, so after
-every step, the ranks check whether any of them has received it.
+On SIGTERM, all ranks save and stop after the same step. Slurm sends SIGTERM before it kills a job, at the time limit or
+for a preemption, and torchrun forwards it to its ranks. The signal may reach some machines earlier than others, so
+after every step, the ranks check whether any of them has received it.
 """
 
 import os
@@ -103,7 +103,7 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """Saves and loads a run's full state. Without a folder, it does nothing."""
+    """The object that saves and loads a run's full state; without a checkpoint folder, it does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank
@@ -154,7 +154,7 @@ class RunCheckpoints:
 
 @contextmanager
 def run_checkpoints(config: TrainConfig, rank: int, data_source: str) -> Iterator[RunCheckpoints]:
-    """Yield the checkpoints of this run; rank 0 keeps its folder locked within the block."""
+    """Yield the checkpoints of this run; rank 0 keeps their folder locked within the block."""
     locks = config.checkpoint_dir is not None and rank == 0
     with checkpoint_folder.locked(Path(config.checkpoint_dir)) if locks else nullcontext():
         gather_over_ranks(None)  # no rank looks for checkpoints until rank 0 has the lock

@@ -171,7 +171,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the content of the index at `path`.
+    """Return the contents of the index at `path`.
 
     Raises CheckpointError if it contains anything but known record types, or names a file in another folder.
     """
@@ -196,7 +196,7 @@ PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose metho
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Replace `getattr` for an index's only enumeration. (Pickles from before Python 3.11.4 call `getattr`.)"""
+    """Stand in for `getattr`, which pickles from Python before 3.11.4 call; allow only the one enum in an index."""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
     return enumeration[name]

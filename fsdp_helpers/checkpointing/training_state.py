@@ -138,7 +138,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """Return the full tensor for the shard `value` in rank 0's host memory; other ranks free the tensor immediately."""
+    """Return the full tensor for the shard `value`, in host memory, on rank 0; other ranks free it and return None."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

@@ -47,7 +47,7 @@ def compare_command(options: argparse.Namespace) -> None:
 
     if options.steps <= STEADY_STEP:
         raise ValueError(
-            f"--steps {options.steps}: the first {STEADY_STEP} aren't timed; use {STEADY_STEP + 1} or more"
+            f"--steps {options.steps}: the first {STEADY_STEP} steps aren't timed; use {STEADY_STEP + 1} or more"
         )
     for path in (options.json, options.figure):
         check_output_path(path)

@@ -98,7 +98,7 @@ COST_FLAGS = (
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`. Any that `train` also has mean the same there."""
+    """Add the arguments of `plan`. Arguments that `train` also has mean the same there."""
     group = plan.add_argument_group("the model")
     kind = group.add_mutually_exclusive_group(required=True)
     kind.add_argument("--model", choices=NAMED_MODELS, help="a model known by name")
@@ -310,7 +310,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def _saving(options: argparse.Namespace, plan: Plan) -> SavePlan | None:
-    """Return how often to save a checkpoint; None if no storage speed is given."""
+    """Return the plan for saving checkpoints; None if no storage speed is given."""
     if options.storage_gb_s is None:
         return None
     return save_plan(

@@ -18,7 +18,7 @@ def print_data_source(source: str, config: TrainConfig) -> None:
 
 
 def check_output_path(path: Path | None) -> None:
-    """Raise ValueError if a file can't be written to `path`; call this before computing the file's content."""
+    """Raise ValueError if a file can't be written to `path`; call this before computing the file's contents."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} doesn't exist")
     if path is not None and path.is_dir():

@@ -38,13 +38,13 @@ class DataError(Exception):
 
 
 def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
-    """Return the first that's set: `data_dir`, the path in FSDP_DATA_DIR, or by default data/ at the project root."""
+    """Return the first of these that's set: `data_dir`, FSDP_DATA_DIR, or by default data/ at the project root."""
     chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
     return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
 
 
 def offline() -> bool:
-    """Return True if FSDP_OFFLINE is set: nothing is downloaded, and the digits are used even if MNIST is there."""
+    """Return True if FSDP_OFFLINE is set: nothing is downloaded, and the digits are used even if MNIST is available."""
     return os.environ.get("FSDP_OFFLINE", "") not in ("", "0")
 
 
@@ -139,7 +139,7 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"MNIST isn't in {folder}, and that folder isn't writable ({error.strerror}). "
-            "Choose another with --data-dir or FSDP_DATA_DIR, or make it writable."
+            "Choose another folder with --data-dir or FSDP_DATA_DIR, or make it writable."
         ) from error
     with lock:
         yield
@@ -201,7 +201,7 @@ def _fetched(folder: str) -> bool:
 
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """Within the block, limit waits on sockets; without a limit, torchvision can hang for minutes on a dead mirror."""
+    """Within the block, limit how long sockets wait; without a limit, torchvision can hang for minutes on dead mirrors."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -1,4 +1,4 @@
-"""Run a step without values: fake tensors have only shapes, and we count the memory that real ones would take.
+"""Run a step on fake tensors, which have shapes but no values, and count the memory that real ones would take.
 
 A fake tensor has a shape, a dtype and a device, but no memory. A dispatch mode sees every operation and counts the
 results' storages until they're freed. The mode can't see memory that an operation allocates internally.

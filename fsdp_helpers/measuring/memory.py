@@ -99,7 +99,7 @@ class MemoryTrace:
         self._points = [(time_s + offset_s, size) for time_s, size in points]
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
-        """Return the last phase called `name`, with times from its start and its curve minus `uncounted_bytes`.
+        """Return the last phase called `name`: times count from its start, and its curve leaves out `uncounted_bytes`.
 
         Raises ValueError if there's no phase with that name.
         """
@@ -129,7 +129,7 @@ class MemoryTrace:
         return self._between(self._marks_s[0], float("inf"), 0)
 
     def between_marks(self, name: str) -> list[tuple[int, int]]:
-        """Return two numbers per phase called `name`: bytes allocated at its start, and the peak until the next one.
+        """Return two numbers per phase called `name`: bytes allocated at its start, and the peak until the next phase.
 
         The last phase's interval ends with the trace. To set a mark, use an empty `record_function(name)`.
         """
@@ -249,7 +249,7 @@ def take_work_spaces(device: torch.device) -> None:
 
 
 def requested_points(noted: Iterable[Mapping]) -> list[tuple[float, int]]:
-    """Return pairs (Unix time in s, bytes requested from then on) for the tensors created during the history.
+    """Return pairs (Unix time in s, bytes requested from then on) for the tensors created while `noted` was recorded.
 
     A tensor counts until it's freed. If a stream is still reading its block (`record_stream`), the block can only be
     reused later; that affects reserved memory, but not these numbers.

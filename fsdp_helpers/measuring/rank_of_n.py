@@ -96,14 +96,14 @@ def check_can_imagine(strategy: str) -> None:
 
 
 def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> RankOfN:
-    """Measure one of `world_size` ranks in a run of `config`, on the CPU, with the other ranks faked."""
+    """Measure one of `world_size` ranks in a run with `config`, on the CPU, with the other ranks faked."""
     check_can_imagine(config.strategy)
     with fake_group(world_size, rank):
         return measure_this_rank(rank, world_size, config)
 
 
 def measure_this_rank(rank: int, world_size: int, config: TrainConfig) -> RankOfN:
-    """Measure this rank in a run of `config` on the CPU, in a real group or a fake one.
+    """Measure this rank in a run with `config` on the CPU, in a real group or a fake one.
 
     The images are random; there are as many as the rank would get. Raises ValueError if the run can't work on
     `world_size` ranks, or has several micro-batches, since a step here has only one.

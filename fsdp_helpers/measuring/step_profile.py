@@ -145,7 +145,7 @@ def _record(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
 
 
 def measure_run(config: TrainConfig, world_size: int, device: str = "cpu") -> StepProfile:
-    """Return the profile of one rank's micro-batch in a run of `config`, measured in one process."""
+    """Return the profile of one rank's micro-batch in a run with `config`, measured in one process."""
     model = recompute_units(build_model(config.model, dropout=config.dropout), config).to(device).train()
     num_images = config.global_batch_size // world_size // config.micro_batches
     images = torch.randn(num_images, 1, 28, 28, device=device)
@@ -179,7 +179,7 @@ def _measured_in(run: RunRecord) -> tuple:
 
 
 def units_of(config: TrainConfig) -> list[str]:
-    """Return the names of the units below the root in a run of `config`."""
+    """Return the names of the units below the root in a run with `config`."""
     if config.strategy not in CUT_BY_SIZE:
         return []
     with torch.device("meta"):  # shapes are enough
@@ -248,7 +248,7 @@ class StepMarks:
         return hook
 
     def _left_as_a_unit(self, name: str, args: tuple, kwargs: dict, inputs: list[Tensor]) -> tuple[tuple, dict]:
-        """Pass a unit's inputs through a function, as FSDP2 does, so that backward reaches it on leaving the unit."""
+        """Pass a unit's inputs through a function, as FSDP2 does, so that backward runs it on leaving the unit."""
         passed = LeaveBackward.apply(lambda: self._note("leave_backward", name), *inputs)
         instead = {id(tensor): other for tensor, other in zip(inputs, passed, strict=True)}
         return tree_map(lambda leaf: instead.get(id(leaf), leaf), (args, kwargs))

@@ -129,8 +129,8 @@ MODEL_CLASSES: dict[str, Callable[[], nn.Module]] = {
 def build_model(name: str, *, dropout: bool = True) -> nn.Module:
     """Build the named model, freshly initialized.
 
-    `dropout=False` sets every dropout probability to zero, for comparing one process with many:
-    each rank draws its own dropout masks, so with dropout their losses can't be equal.
+    `dropout=False` sets every dropout probability to zero, for comparing one process with many. Each rank draws
+    its own dropout masks, so with dropout, the two runs' losses would differ.
     """
     if name not in MODEL_CLASSES:
         raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODEL_CLASSES)}")

@@ -210,7 +210,7 @@ def require_sizes(config: dict, keys: Sequence[str]) -> None:
 
 
 def check_config(config: dict, *, num_heads: int, width: int, head_size: int | None) -> None:
-    """Raise ValueError for models with indivisible heads, unexpected experts or quantized weights."""
+    """Raise ValueError if the numbers of heads don't divide evenly, or for unexpected experts or quantized weights."""
     if not head_size and width % num_heads:
         raise ValueError(
             f"num_attention_heads {num_heads} doesn't divide hidden_size {width}, and head_dim isn't given"
@@ -237,7 +237,7 @@ def check_quantization(config: dict) -> None:
 
 
 def rope_of_config(config: dict) -> tuple[dict, str]:
-    """Return the rotary settings in a `config.json`, whose key has a newer and an older name, and their type.
+    """Return the rotary settings in a `config.json`, found under a newer or an older key, and their type.
 
     Raises ValueError if the settings aren't a JSON object.
     """
@@ -250,7 +250,7 @@ def rope_of_config(config: dict) -> tuple[dict, str]:
 def llama_from_config(config: dict) -> LlamaShape:
     """Return the shape of a model that `fsdp_helpers.models.llama` can build from a Hugging Face `config.json`.
 
-    Raises a ValueError that names the key for features this model doesn't have: biases, other activation functions,
+    Raises ValueError, naming the key, for features that our model doesn't have: biases, other activation functions,
     and position scaling other than Llama 3.1's.
     """
     _, rope_type = rope_of_config(config)
@@ -273,7 +273,7 @@ def llama_from_config(config: dict) -> LlamaShape:
 
 def _read_scaling(rope: dict) -> RopeScaling:
     if missing := [key for key in _SCALING if key not in rope]:
-        raise ValueError(f"rope_type llama3 without {', '.join(missing)}")
+        raise ValueError(f"rope_type llama3 also needs {', '.join(missing)}")
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],

@@ -52,7 +52,7 @@ def _largest_part(plan: Plan) -> tuple[str, int]:
 
 
 def _host_sentence(plan: Plan) -> str:
-    """Return a clause about the host memory that offloading takes, or "" if nothing is offloaded."""
+    """Return a clause about the host memory that offloading uses, or "" if nothing is offloaded."""
     if not plan.host_bytes:
         return ""
     ranks = plan.cluster.node_ranks
@@ -64,7 +64,7 @@ def _host_sentence(plan: Plan) -> str:
 
 
 def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
-    """Return text that lists the changes in order, with the peak after each, and what to do if they aren't enough."""
+    """Return text listing the changes in order, with the peak after each, and what to do if they aren't enough."""
     last = changes[-1][1] if changes else plan
     steps = [f"{text} (peak {format_bytes(plan.peak.bytes)})" for text, plan in changes]
     if last.fits:
@@ -78,8 +78,8 @@ def _advice(plan: Plan, changes: list[tuple[str, Plan]]) -> str:
 def changes_until_it_fits(plan: Plan, subject: Subject) -> list[tuple[str, Plan]]:
     """Return the changes to make, in order, each with the resulting plan.
 
-    If any single change makes the plan fit, we take the cheapest such change, which is the first in `possible_changes`.
-    If none does, we take the one that saves the most, and continue from there.
+    If any single change makes the plan fit, we choose the cheapest such change: the first one in `possible_changes`.
+    Otherwise, we choose the change that saves the most memory, and continue from there.
     """
     taken: list[tuple[str, Plan]] = []
     while not plan.fits and len(taken) < MOST_CHANGES:
@@ -101,7 +101,7 @@ def _is_better(changed: Plan, plan: Plan) -> bool:
 def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]:
     """Yield each change that's still possible, with the resulting plan, cheapest first.
 
-    Each has a cost: more units add latency; reducing after every micro-batch sends more; bf16 loses some precision
+    Each has a cost: more units add latency; reducing after every micro-batch sends more data; bf16 loses some precision
     where it matters little; a chunked loss computes the head's forward pass twice; recomputation takes a third
     more arithmetic; a smaller batch needs more all-gathers for the same number of items; 8-bit moments need an extra
     library; more ranks cost money; pure bf16 loses small updates; and with offloading, every step waits for the host.
@@ -157,7 +157,7 @@ def held_back(plan: Plan, subject: Subject) -> Plan | None:
 
 
 def fastest(plan: Plan, subject: Subject) -> Plan | None:
-    """Return the fastest plan that fits on the same cluster in the same precision; None if none does.
+    """Return the fastest plan that fits on the same cluster in the same precision, or None if no plan fits.
 
     Also returns None if no rate is known. The search starts with one sequence per rank and doubles the batch until the
     plan no longer fits. This is repeated for each recomputation setting, and for sharding across all ranks or within

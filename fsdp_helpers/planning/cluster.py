@@ -109,7 +109,7 @@ class Cluster:
 
     @property
     def is_typical(self) -> bool:
-        """Return True if the rate comes from the share of the peak that published runs reach, rather than from you."""
+        """Return True if the rate is the share of the peak that published runs reach, rather than a rate you gave."""
         if self.device is None or self.peak_flops_per_s is None:
             return False
         return self.flops_per_s == named_device(self.device).share * self.peak_flops_per_s

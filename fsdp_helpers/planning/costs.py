@@ -32,10 +32,10 @@ def save_plan(
     device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
     restart_s: float = RESTART_S,
 ) -> SavePlan:
-    """Return how often to save a checkpoint: every sqrt(2 x time to save x time between failures).
+    """Return a plan for saving a checkpoint every sqrt(2 x time to save x time between failures).
 
     A checkpoint contains one copy of the parameters and moments. All nodes write at the same time, each at
-    `storage_bytes_per_s`. Each failure also costs `restart_s`, the time until it's been noticed and all ranks are
+    `storage_bytes_per_s`. Each failure also costs `restart_s`, the time until someone has noticed and all ranks are
     training again. Source: J. Young, *A first order approximation to the optimum checkpoint interval*, 1974.
     """
     nodes = -(-plan.cluster.world_size // plan.cluster.ranks_per_node)
@@ -52,7 +52,7 @@ def save_plan(
 
 
 def device_hours(plan: Plan, items: float, goodput: float = 1.0) -> float:
-    """Return the device-hours it takes to process `items`; `goodput` is the share of the time spent training.
+    """Return the device-hours it takes to process `items`; `goodput` is the fraction of that time spent training.
 
     Raises ValueError if no rate is known, or if `goodput` isn't above 0 and at most 1.
     """

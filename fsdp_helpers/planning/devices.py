@@ -11,7 +11,7 @@ torchtitan on H100s at 500 W, 33 to 39% (`benchmarks/llama3_h100_202412_torchtit
 without such a run gets the most similar device's share, and the plan says so.
 
 Two constants, RECOMPUTED_GAIN and ATTENTION_COST, are fitted to 47 runs from the last of these sources
-(`planning.published_runs`). A third, LINK_SHARE, is the share that nccl-tests reports.
+(`planning.published_runs`). A third, LINK_SHARE, comes from nccl-tests.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Device:
     measured: bool = True  # whether the share comes from published runs on this device
 
     def peak(self, precision: str) -> float:
-        """Return the data sheet's rate in this precision. Raises ValueError if the device has no hardware for it."""
+        """Return the data sheet's rate in this precision. Raises ValueError if the device doesn't support it."""
         half = precision.removeprefix("pure-")
         rate = self.peak_flops.get(half, self.peak_flops.get("bf16") if half == "fp16" else None)
         if rate is None:

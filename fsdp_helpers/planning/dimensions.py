@@ -24,7 +24,7 @@ def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -
 
 
 def hybrid_sent_bytes(params: int, shards: int, replicas: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the bytes for FSDP across S `shards` and an all-reduce of 2 · (R−1)/R · P/S values across R `replicas`."""
+    """Return the bytes for FSDP across S `shards`, plus 2 · (R−1)/R · P/S values all-reduced across R `replicas`."""
     reduced = collective_sent_bytes("all_reduce", params * value_bytes // shards, replicas)
     return fsdp_sent_bytes(params, shards, value_bytes=value_bytes) + reduced
 
@@ -33,7 +33,7 @@ def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value
     """Return the bytes for 2 all-reduces in each block's forward pass and 2 in its backward pass.
 
     That's 4 · L · 2 · (t−1)/t · tokens · width values, for L layers and t ranks. With sequence parallelism, each
-    all-reduce is split into a reduce-scatter and an all-gather; the bytes stay the same.
+    all-reduce is split into a reduce-scatter and an all-gather; the number of bytes stays the same.
 
     Sources: M. Shoeybi et al. 2019, arXiv:1909.08053, section 3; V. Korthikanti et al. 2022, arXiv:2205.05198.
     """
@@ -45,7 +45,7 @@ def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, v
 
     That's 4 · L · (c−1)/c · tokens · kv_width values, for L layers and c ranks. `kv_width` is the width of the keys,
     which is less than the model's if several heads share keys. A ring that keeps the tensors it receives sends the same
-    number of bytes; one that passes keys and values around again in backward sends 1.5 times as many.
+    number of bytes; a ring that passes keys and values around again in backward sends 1.5 times as many.
 
     Source: H. Liu et al. 2023, arXiv:2310.01889.
     """
@@ -98,8 +98,8 @@ class PipelineWork(NamedTuple):
 def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) -> list[list[PipelineWork]]:
     """Return the earliest possible schedule for each stage; `orders` lists each stage's work, such as "F0" or "B3".
 
-    A forward pass waits for the previous stage, and a backward pass for the next one. A forward pass takes 1 unit of
-    time, a backward pass `backward` units, and sending none. Raises ValueError for orders that deadlock.
+    A forward pass waits for the previous stage, and a backward pass waits for the next one. A forward pass takes 1 unit
+    of time, and a backward pass takes `backward` units; sending is free. Raises ValueError for orders that deadlock.
     """
     ends: dict[tuple[int, str], float] = {}
     spans: list[list[PipelineWork]] = [[] for _ in orders]
@@ -123,7 +123,7 @@ def pipeline_spans(orders: Sequence[Sequence[str]], *, backward: float = 2.0) ->
 
 
 def idle_share(spans: Sequence[Sequence[PipelineWork]]) -> float:
-    """Return the fraction of time that stages are idle, from the first forward pass to the last backward pass."""
+    """Return the fraction of the schedule that a stage spends idle, on average over all stages."""
     end = max(work.end for stage in spans for work in stage)
     busy = sum(work.end - work.start for stage in spans for work in stage)
     return 1 - busy / (end * len(spans))
@@ -140,7 +140,7 @@ def most_in_flight(order: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DimensionedRun:
-    """A training run with a mesh of several dimensions: its model, its mesh, and its published numbers."""
+    """A training run on a mesh with several dimensions: its model, its mesh, and its published numbers."""
 
     model: str
     params: int

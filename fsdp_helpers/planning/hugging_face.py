@@ -26,7 +26,7 @@ Config = dict[str, Any]
 def read_config(path: str | Path) -> tuple[str, LlamaShape]:
     """Return the name and shape of the model described by `path`, a `config.json` or its folder.
 
-    Raises ValueError, with the path, if the file isn't a model's config, if the kind of model is unknown, or if its
+    Raises ValueError, with the path, if the file isn't a model's config, if the model type is unknown, or if the
     sizes are impossible.
     """
     path = Path(path)

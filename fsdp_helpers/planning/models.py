@@ -64,7 +64,7 @@ class Subject:
         return self.backward_factor(batch) if callable(self.backward_factor) else self.backward_factor
 
     def unit_flops_of(self, batch: int) -> dict[str, int]:
-        """Return the operations in forward, by module, or all under the root if we know only the total."""
+        """Return the number of operations in forward, by module; if we know only the total, it's under the root."""
         if self.unit_flops is not None:
             return self.unit_flops(batch)
         return {ROOT: self.forward_flops(batch)}
@@ -87,7 +87,7 @@ def count_values(shapes: Shapes) -> int:
 
 
 def _autocast_copies(layer: Layer) -> Layer:
-    """Return the layer plus the bf16 copies of its matrices, which autocast keeps from forward to backward."""
+    """Return the layer plus the bytes of its matrices' bf16 copies, which autocast keeps from forward to backward."""
     copies = 2 * count_values({name: shape for name, shape in layer.shapes.items() if len(shape) > 1})
     return replace(layer, bytes=replace(layer.bytes, kept_bytes=layer.bytes.kept_bytes + copies))
 
@@ -165,7 +165,7 @@ def vit_head_bytes(shape: ViTShape, images: int, value_bytes: int) -> HeadBytes:
 
 
 def vit_unit_flops(shape: ViTShape, images: int) -> dict[str, int]:
-    """Return the operations in forward, by module: 2 per weight and token, plus 4 s h per token for attention.
+    """Return the number of operations in forward, by module: 2 per weight and token, and 4 s h per token in attention.
 
     Here s is the number of tokens in an image, and h is the token width.
     """
@@ -324,10 +324,10 @@ def _mlp_shapes(shape: LlamaShape) -> Shapes:
 
 
 def _experts_shapes(width: int, experts: Experts) -> Shapes:
-    """Return the expert shapes: one parameter per kind of matrix, with the rows of all experts, sharded by row.
+    """Return the shapes of the router and the experts: one parameter per kind of matrix, with all experts' rows.
 
-    By default, torch shards along the expert dimension. With more ranks than experts, torch needs a
-    `shard_placement_fn` to shard by rows.
+    Plans shard these parameters by row. By default, torch shards along the expert dimension; with more ranks than
+    experts, it needs a `shard_placement_fn` to shard by row.
     """
     rows, hidden, shared = experts.number * experts.width, experts.width, experts.shared_width
     shapes: Shapes = {"router.weight": (experts.number, width)}
@@ -349,7 +349,7 @@ def _norm_shapes(shape: LlamaShape) -> Shapes:
 
 
 def llama_root_shapes(shape: LlamaShape) -> Shapes:
-    """Return the shapes of the parameters outside the blocks, by name; a tied head is the embedding."""
+    """Return the shapes of the parameters outside the blocks, by name; a tied head shares the embedding's weight."""
     table = (shape.vocabulary, shape.width)
     outside: Shapes = {"embedding.weight": table, "norm.weight": (shape.width,)}
     outside |= {"positions.weight": (shape.positions, shape.width)} if shape.positions else {}
@@ -362,7 +362,7 @@ def llama_head_bytes(
 ) -> HeadBytes:
     """Return the head's bytes: the last norm keeps its input and output, and the loss keeps fp32 log-probabilities.
 
-    While backward goes through the loss, the gradients of the log-probabilities and of the logits also exist, in fp32.
+    While backward goes through the loss, the gradients of the log-probabilities and the logits are also held, in fp32.
     When backward enters the head, only the gradient of the logits is left, in the head's precision. With chunks, no
     log-probabilities are kept: they're computed per chunk in forward, and again in backward. Backward then also holds
     the gradient of the norm's output, and two gradients of the head's weight: the running sum and the new one. A frozen
@@ -398,7 +398,7 @@ def llama_head_bytes(
 
 
 def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict[str, int]:
-    """Return the operations in forward, by module: 2 per token for each weight that the token uses, plus attention."""
+    """Return the number of forward operations, by module: 2 per token for each weight that it uses, plus attention."""
     attention = llama_attention_flops(shape, tokens)
     kinds = [shape.is_routed(number) for number in range(shape.depth)]
     weights = {kind: _used_weights(shape, kinds.index(kind), lora_rank) for kind in set(kinds)}
@@ -409,10 +409,10 @@ def llama_unit_flops(shape: LlamaShape, tokens: int, lora_rank: int = 0) -> dict
 
 
 def llama_attention_flops(shape: LlamaShape, tokens: int) -> dict[str, int]:
-    """Return the attention operations in forward, by block: 4 s q per token.
+    """Return the number of attention operations in forward, by block: 4 s q per token.
 
-    s is the number of tokens that attention sees, and q the total width of the query heads. Queries times keys take
-    2 s q, and so do probabilities times values. A kernel that skips masked tokens does about half as many operations.
+    s is the number of tokens that attention sees, and q is the total width of the query heads. Queries times keys take
+    2 s q, as do probabilities times values. A kernel that skips masked tokens does about half as many operations.
     """
     q_width = shape.q_width
     if shape.latent:  # keys and values have different widths, so we use the average

@@ -1,7 +1,7 @@
 """Estimate how long a collective takes, from bandwidth and latency within nodes and between them. No torch import.
 
 A ring of ranks passes through every node, and every rank has a link out of its node. NCCL runs as many rings as there
-are links, so a collective over full nodes uses all of a node's links at once, and each rank's link carries its share.
+are links, so a collective over full nodes uses all of a node's links, and each rank's link carries its share.
 Within a node, each ring goes from rank to rank over the fast links. The slower of the two kinds of links determines the
 time. Sources: NCCL's own model of a ring, `src/graph/tuning.cc` (`ncclTopoTuneModel`), from which we take the latency
 per step within and between nodes; nccl-tests, `doc/PERFORMANCE.md`, on bus bandwidth.

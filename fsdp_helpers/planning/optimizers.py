@@ -1,6 +1,6 @@
 """Calculate the bytes that optimizers hold between steps, and the bytes in flight during a step. No torch import.
 
-Temporaries in a step are as in torch 2.15, `torch/optim`. One fused Adam kernel has no temporaries. Adam's `foreach`
+The temporaries in a step are those of torch 2.15, `torch/optim`. A fused Adam kernel needs none. Adam's `foreach`
 implementation (torch's default on a GPU) computes all square roots before it uses the first. The loop over parameters
 needs two tensors as large as the current parameter. SGD always changes parameters in place. Adam with 8-bit moments
 keeps an fp32 scale for every 256 values (Dettmers et al. 2022, arXiv:2110.02861); we plan it but don't run it.

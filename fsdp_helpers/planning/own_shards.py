@@ -29,7 +29,7 @@ def own_state(
 ) -> StateBytes:
     """Return the state that `rank` holds: full or sharded parameters, plus gradients and moments of the trained ones.
 
-    `precision` defaults to `config.precision`, which has fewer choices than the planner.
+    `precision` defaults to `config.precision`, which allows fewer choices than the planner does.
     """
     sizes = PRECISIONS[precision or config.precision]
     shards = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
@@ -51,7 +51,7 @@ def own_values(
     value_bytes: int = FP32_BYTES,
     counted: Collection[str] | None = None,
 ) -> int:
-    """Return how many values `rank` holds of the `counted` parameters (default: all) if `shards` ranks share a copy.
+    """Return how many values `rank` holds of the `counted` parameters (default: all) if `shards` ranks split a copy.
 
     `value_bytes` is the size of a value in the compute precision.
     """

@@ -1,6 +1,6 @@
 """Calculate one rank's step: walk through forward and backward to find its peak and its collectives.
 
-A `StepProfile` describes a step in one process on one rank's images. The strategy decides which units are unsharded,
+A `StepProfile` describes a step in one process on one rank's batch. The strategy decides which units are unsharded,
 reduced and resharded at each event. The bytes include padding. No torch import.
 """
 
@@ -61,7 +61,7 @@ def walk_step(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> Step:
-    """Walk through a steady step of `config` on the rank with the largest shards, and return the step.
+    """Walk through a steady step under `config`, on the rank with the largest shards, and return the step.
 
     `profile` describes a step on one micro-batch. `units` names the FSDP units below the root; if it's empty, the model
     is one unit. With `backend` "gloo", a running collective needs a copy of its full tensor; with "fake" or "nccl", it
@@ -109,8 +109,8 @@ def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
     if mixed != profile.thawed:
         raise ValueError(
             "FSDP1 computes gradients for all parameters in a unit if any is trained; here, that includes "
-            f"{len(mixed)} frozen parameter(s), but the step was measured with {len(profile.thawed)}. Measure it with "
-            "this plan's units as flat_units, or use FSDP2"
+            f"{len(mixed)} frozen parameter(s), but the step was measured with gradients for {len(profile.thawed)}. "
+            "Measure it with this plan's units as flat_units, or use FSDP2"
         )
 
 

@@ -85,7 +85,7 @@ def _longest_forward_s(spans: Sequence[Span]) -> float:
 
 
 class _Seconds:
-    """Maps a task to its time in seconds. A unit's operations are split among its arithmetic tasks."""
+    """A function from a task to its time in seconds. A unit's operations are split among its arithmetic tasks."""
 
     def __init__(
         self, tasks: Sequence[Task], unit_flops: Mapping[str, float], speed: Speed, backward_factor: float, parts: int
@@ -110,7 +110,7 @@ class _Seconds:
 
 
 def flops_by_unit(unit_flops: Mapping[str, float], units: set[str]) -> Counter[str]:
-    """Return the operations per unit; each module counts toward the innermost unit that contains it, or the root."""
+    """Return the operation count per unit; a module counts toward the innermost unit that contains it, or the root."""
     found = Counter(dict.fromkeys(units, 0))
     for module, flops in unit_flops.items():
         around = [unit for unit in units if unit != ROOT and f"{module}.".startswith(f"{unit}.")]

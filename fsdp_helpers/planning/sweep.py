@@ -31,8 +31,8 @@ def sweep(
 ) -> Iterator[Row]:
     """Yield a row for each model (one per sequence length) and number of ranks.
 
-    For each row, we double the batch for as long as it fits, with each recomputation setting, the loss with and without
-    chunks, and sharding across all ranks or within each node.
+    For each row, we double the batch for as long as it fits: with each recomputation setting, with and without loss
+    chunks, and with sharding across all ranks or within each node.
     """
     sizes = list(world_sizes)
     for subject in subjects:
@@ -45,7 +45,7 @@ def sweep(
 
 
 def best_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan | None:
-    """Return the fastest plan that fits on `cluster`; None if none does. Raises ValueError if no rate is known."""
+    """Return the fastest plan that fits on `cluster`, or None if none fits. Raises ValueError if no rate is known."""
     chunks = (1, FEWEST_CHUNKS) if subject.chunks_loss else (1,)
     found = []
     for loss_chunks in chunks:
@@ -97,8 +97,8 @@ def fewest_ranks(
 def fewest_that_fit(subject: Subject | str, settings: Settings, cluster: Cluster, most: int = 2**14) -> int | None:
     """Return the fewest ranks on which the plan fits, or None if even `most` are too few.
 
-    With more ranks, each needs less memory, until padding outweighs the savings. So we double the ranks until the plan
-    fits, and then bisect.
+    With more ranks, each needs less memory, until padding outweighs the savings. So we double the number of ranks until
+    the plan fits, and then bisect.
     """
 
     def fits(ranks: int) -> bool:

@@ -62,7 +62,7 @@ def transformer_block_bytes(
 
 
 def transformer_working_bytes(*, images: int, tokens: int, width: int, value_bytes: int = FP32_BYTES) -> int:
-    """Return the most bytes in flight as backward enters the hidden layer of an `nn.TransformerEncoderLayer`.
+    """Return the peak number of bytes in flight as backward enters the hidden layer of an `nn.TransformerEncoderLayer`.
 
     Values per token, where h is the width: the incoming gradient, h; the same gradient after the last mask, h, while
     that mask, h, is freed; and the hidden layer's gradient, 4 h. The gradient of the second weight adds 4 h x h values.
@@ -79,8 +79,8 @@ def vit_block_bytes(*, tokens: int, width: int, mlp_width: int, num_heads: int, 
     - hidden layer: the norm's input, h, and output, h; GELU's input, m, and output, m
     - in fp32: the means and standard deviations of the two norms, 4; the attention logarithms, a
 
-    Backward has its peak at one of two moments. At the hidden layer, it has the gradients of the block's output, h, of
-    GELU's output, m, and of the second weight (m x h values in all). At the end, at q, k and v, it has all weight
+    Backward peaks at one of two moments. At the hidden layer, it holds the gradients of the block's output, h, of
+    GELU's output, m, and of the second weight (m x h values in all). At the end, at q, k and v, it holds all weight
     gradients, the norm's input and output, 2 h, its statistics, 2, and the gradients of q, k and v, 3 h, of their
     input, h, and of the residual connection, h.
     """
@@ -113,8 +113,8 @@ def llama_block_bytes(
       product, m each
     - in fp32: the statistics of the two norms, 2; the attention logarithms, a
 
-    Backward has its peak at one of two moments. At SiLU, it has the gradients of the block's output, h, of the two
-    halves, 2 m, and of the last weight (m x h values in all). At the end, at the queries, it has all weight
+    Backward peaks at one of two moments. At SiLU, it holds the gradients of the block's output, h, of the two
+    halves, 2 m, and of the last weight (m x h values in all). At the end, at the queries, it holds all weight
     gradients, the norm's input and output, 2 h, its statistic, 1, and the gradients of the queries, q, of the input to
     queries, keys and values, 2 h, and of the residual connection, h.
     """
@@ -140,8 +140,8 @@ def decoder_block_bytes(shape: LlamaShape, block: int, tokens: int, value_bytes:
     - experts: the hidden layers of the c experts that a token is sent to, counted as one wide layer; the tokens sorted
       by expert, and the experts' outputs, c x h each; the router's logits and probabilities, in fp32
 
-    One kernel computes all experts (a grouped product), so the gradients of all their last weights exist at once. We
-    assume even routing.
+    One kernel computes all experts (a grouped product), so the gradients of all their last weights exist at the same
+    time. We assume even routing.
     """
     if not shape.gated:
         sizes = {"tokens": tokens, "width": shape.width, "mlp_width": shape.mlp_width, "num_heads": shape.num_heads}
@@ -221,8 +221,8 @@ def layers_profile(
     """Return the step profile of a model that consists of blocks, for one rank's images or tokens.
 
     Backward goes from the last block to the first. At each block, it holds the bytes that earlier blocks keep, and all
-    bytes of this block, recomputed if necessary. Gradients are finished one by one; a wide block with few tokens has
-    its peak at the last one. Without a `head`, the layers after the blocks don't count. `outer_units`, if there are
+    bytes of this block, recomputed if necessary. Gradients are finished one by one; a wide block with few tokens
+    peaks at the last one. Without a `head`, the layers after the blocks don't count. `outer_units`, if there are
     two, are the modules before and after the blocks. Parameters in `frozen` get no gradient.
     """
     head = head or HeadBytes()

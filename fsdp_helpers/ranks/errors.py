@@ -3,8 +3,7 @@
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ class Answer:
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message has the rank's number and the original traceback."""
+    """A rank failed; the message contains the rank's number and the original traceback."""
 
     def __init__(self, rank: int, world_size: int, summary: str, details: str = "") -> None:
         self.rank, self.world_size, self.summary, self.details = rank, world_size, summary, details
@@ -46,7 +45,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(TimeoutError):
-    """Ranks were still running when time ran out; the message and `places` say where each one was."""
+    """Ranks were still running when time ran out; the message and `places` show where each rank was."""
 
     def __init__(self, summary: str, places: list[str]) -> None:
         self.places = places
@@ -61,17 +60,6 @@ class Interrupted(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
-
-
-@contextmanager
-def shown_by_message(*kinds: type[Exception]) -> Iterator[None]:
-    """Within the block, make a notebook show errors of these `kinds` as a message, without a traceback."""
-    try:
-        yield
-    except kinds as error:
-        lines = [f"{type(error).__name__}: {error}"]
-        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython looks for it
-        raise
 
 
 def describe_error(

@@ -22,6 +22,9 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_helpers.gpus import are_hidden, compute_repeatably
 from fsdp_helpers.ranks.errors import list_ranks
 
+# By default, NCCL's `wait()` doesn't wait, and a watchdog later aborts a healthy process (SIGABRT) without naming the
+# missing rank. With this setting, `wait()` waits and raises, so the roll call can run, but communication no longer
+# overlaps with computation.
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 LONGEST_WAIT_S = 1800.0  # for the other ranks, if no timeout is given; torch's own default
 ROLL_CALL_S = 5.0  # at most; a quarter of the timeout if that's shorter
@@ -97,16 +100,6 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_trim_threshold, -1)
 
 
-def nccl_raises_on_timeout() -> bool:
-    """Return True if NCCL raises an error in a rank whose wait times out.
-
-    By default, NCCL's `wait()` doesn't wait, and a watchdog later aborts a healthy process (SIGABRT) without naming
-    the missing rank. With this setting, `wait()` waits and raises, so the roll call can run, but communication no longer
-    overlaps with computation. DDP, which never calls `wait()`, would hang, hence `wait_for_buckets`.
-    """
-    return os.environ.get(BLOCKING_WAIT, "0") not in ("", "0")
-
-
 def limit_waiting(timeout_s: float) -> None:
     """Set the timeout for all of this rank's current and future groups. By default, a new group gets half an hour."""
     limit = timedelta(seconds=timeout_s)
@@ -155,7 +148,7 @@ def gather_over_ranks(value: object) -> list:
 
 
 class SilentRanks(TimeoutError):
-    """Some ranks neither joined a collective nor answered; the message has their numbers."""
+    """Some ranks neither joined a collective nor answered; the message lists their numbers."""
 
 
 def blames_another_rank(message: str) -> bool:

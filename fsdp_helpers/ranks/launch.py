@@ -17,9 +17,9 @@ from typing import Any
 
 from fsdp_helpers.config import require_choice, require_seconds, require_whole
 from fsdp_helpers.gpus import choose_device
-from fsdp_helpers.notebook import follow_edits
+from fsdp_helpers.notebook import follow_edits, shown_by_message
 from fsdp_helpers.progress import ProgressBar, Report, count_ranks, print_above_bar, send_reports_to
-from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout, shown_by_message
+from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout
 from fsdp_helpers.ranks.group import process_group, silent_ranks_named
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.rank import Send
@@ -48,7 +48,7 @@ def launch(
     CUDA) whose ranks meet through a file in a private folder, so they don't use a port. What it prints is shown here
     line by line; with several ranks, each line names its rank, unless `name_ranks` is False. A rank that
     waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None), and its
-    error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
+    error names the ranks that didn't answer. On CUDA, any such limit makes ranks wait for each collective, so that
     communication no longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already
     on screen. `start_method` is "forkserver" (the default), whose server loads torch once, or "spawn", where
     every rank loads it.
@@ -78,16 +78,13 @@ def launch(
             bar.update(report, rank)
 
     settings = {"on_note": show, "start_method": start_method or "forkserver", "stall_s": stall_s}
-    ranks = None
     try:
         if progress:
             bar.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")
         with Processes(body, world_size, device, output.add, streams=2, **settings) as ranks:
             return ranks.answers_of_all(timeout_s)
     except KeyboardInterrupt:
-        report = ranks.notes.get(0) if ranks else None
-        where = f" at step {report.done} of {report.total}" if report else ""
-        raise Interrupted(f"interrupted{where}; all ranks are stopped") from None
+        raise Interrupted("interrupted; all ranks are stopped") from None
     finally:
         bar.close()
         output.finish()
@@ -103,7 +100,7 @@ def run_worker(
     with process_group(rank, world_size, **group, timeout_s=timeout_s), silent_ranks_named(timeout_s):
         send("note", None)  # all ranks have joined
         result = worker(rank, world_size, *args)
-    dumps_named(result, f"the result of {worker.__name__!r}")  # so that an error names it
+    dumps(result, f"the result of {worker.__name__!r}")  # so that an error names it
     return Answer(0, result)
 
 
@@ -118,17 +115,13 @@ class LaunchOutput:
         """Receive output that a rank has printed to stream 0 (standard output) or 1 (standard error)."""
         *lines, self._unfinished[rank, stream] = (self._unfinished[rank, stream] + data).split(b"\n")
         for line in lines:
-            self._print(rank, stream, line)
-
-    def _print(self, rank: int, stream: int, line: bytes) -> None:
-        name, text = f"[rank {rank}] " if self._names else "", line.decode("utf-8", "replace")
-        print_above_bar(name + text if text else name.rstrip(), (sys.stdout, sys.stderr)[stream])
+            name, text = f"[rank {rank}] " if self._names else "", line.decode("utf-8", "replace")
+            print_above_bar(name + text if text else name.rstrip(), (sys.stdout, sys.stderr)[stream])
 
     def finish(self) -> None:
         """Print the unfinished lines."""
-        for (rank, stream), line in self._unfinished.items():
-            if line:
-                self._print(rank, stream, line)
+        for rank, stream in [of for of, line in self._unfinished.items() if line]:
+            self.add(rank, stream, b"\n")
 
 
 # ---------------------------------------------------------------- sending the worker and its arguments
@@ -148,7 +141,8 @@ def check_worker(worker: Callable) -> None:
 
 def _check_not_in_a_cell(value: Any) -> None:
     """Raise ValueError for a function or class that's defined in a cell, or typed at a prompt."""
-    if value.__module__ == "__main__" and not _can_import_main():
+    is_script = os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if value.__module__ == "__main__" and not is_script:
         raise ValueError(
             f"{value.__qualname__!r} is defined in a notebook cell or an interactive session. A new process starts empty "
             f"and imports it by name, and it can't import a cell. Put it into {A_MODULE}, and import it from there"
@@ -163,27 +157,22 @@ def pickle_job(worker: Callable, args: tuple) -> bytes:
     names = [repr(name) for name in inspect.signature(worker).parameters][2:]
     names += [f"number {position + 1}" for position in range(len(names), len(args))]
     pickled = [
-        dumps_named(value, f"argument {name} of {worker.__name__!r}") for name, value in zip(names, args, strict=False)
+        dumps(value, f"argument {name} of {worker.__name__!r}") for name, value in zip(names, args, strict=False)
     ]
     return pickle.dumps((f"{worker.__module__}:{worker.__qualname__}", pickled))
 
 
-def dumps_named(value: Any, name: str) -> bytes:
+def dumps(value: Any, name: str) -> bytes:
     """Return `value` pickled. Raises ValueError if it can't be sent; the message calls it `name` and says why."""
+    file = io.BytesIO()
     try:
-        return dumps(value)
+        _Pickler(file).dump(value)
     except Exception as error:
         raise ValueError(
             f"{name} is of type {type(value).__module__}.{type(value).__qualname__} and can't be sent to another "
             f"process: {error}. Pass plain values instead (numbers, text, lists, CPU tensors, a dataclass from a module), "
             "or what the rank needs to create the value, such as a file's path."
         ) from None
-
-
-def dumps(value: Any) -> bytes:
-    """Return `value` pickled; raise if it can't be pickled here, or couldn't be unpickled in another process."""
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
     return file.getvalue()
 
 
@@ -194,11 +183,3 @@ class _Pickler(pickle.Pickler):
         if inspect.isclass(value) or inspect.isfunction(value):
             _check_not_in_a_cell(value)
         return NotImplemented
-
-
-def _can_import_main() -> bool:
-    """Return True if a new process can import this program's main module: a script, or a module run with -m."""
-    main = sys.modules["__main__"]
-    if main.__spec__ is not None:
-        return not main.__spec__.name.endswith("__main__")
-    return os.path.exists(getattr(main, "__file__", None) or "")

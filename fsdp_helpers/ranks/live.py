@@ -10,14 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
 
 from fsdp_helpers.config import require_seconds, require_whole
 from fsdp_helpers.gpus import choose_device
-from fsdp_helpers.notebook import InPlace, follow_edits, is_notebook
+from fsdp_helpers.notebook import InPlace, follow_edits, is_notebook, shown_by_message
 from fsdp_helpers.ranks import stacks
 from fsdp_helpers.ranks.cells import INTERRUPT, serve, without_addresses
-from fsdp_helpers.ranks.errors import Answer, Failure, Interrupted, RankError, list_ranks, shown_by_message
+from fsdp_helpers.ranks.errors import Answer, Failure, Interrupted, RankError, list_ranks
 from fsdp_helpers.ranks.group import LONGEST_WAIT_S, blames_another_rank
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
@@ -40,8 +39,8 @@ class Ranks(AbstractContextManager):
             ranks["rank"]
 
     `device` is "cpu", "cuda" (each rank gets its own GPU) or "auto". A collective gives up after `timeout_s`
-    seconds (half an hour if it's None); from the first cell that compiles, it gets at least five minutes. The ranks end
-    when you call `close()`, at the end of a `with` block, or with this process.
+    seconds (half an hour if it's None); from the first cell that compiles, it gets at least five minutes. The ranks
+    exit when you call `close()`, at the end of a `with` block, or when this process exits.
 
     Before anything starts, raises ValueError for fewer than one rank, fewer GPUs than ranks, or an unknown device.
     """
@@ -76,7 +75,7 @@ class Ranks(AbstractContextManager):
         self.close()
 
     def close(self) -> None:
-        """End the ranks; their variables are lost. You can call this more than once."""
+        """Stop the ranks; their variables are lost. You can call this more than once."""
         if self._processes is not None:
             self._processes.end()
             self._processes = None
@@ -105,8 +104,8 @@ class Ranks(AbstractContextManager):
     def __getitem__(self, name: str) -> list:
         """Return a list of this variable's values on all ranks, in rank order.
 
-        Tensors come back detached and on the CPU, a DTensor as a LocalShard, and a value that can't be sent as its
-        repr. Raises NameError if a rank has no such variable, and the same errors as `run`.
+        Tensors come back detached and on the CPU. A DTensor comes back as a LocalShard, and a value that can't be sent
+        comes back as its repr. Raises NameError if a rank has no such variable, and the same errors as `run`.
         """
         answers = self._ask(range(self.world_size), "get", name)
         if missing := [rank for rank, answer in answers.items() if not answer.value]:
@@ -167,7 +166,7 @@ class Ranks(AbstractContextManager):
 
     @interrupts_wait()
     def _settle(self, chosen: Sequence[int], at_fault: int | None = None, details: str = "") -> list[str]:
-        """Get all ranks ready for the next cell, restarting them if necessary; return lines that say what happened.
+        """Get all ranks ready for the next cell, restarting them if necessary; return lines saying what happened.
 
         The first lines are the `details` of the failure on rank `at_fault`.
         """
@@ -221,7 +220,7 @@ def close_all() -> None:
 
 
 class CellOutput:
-    """Shows the output of one cell: in a notebook, line by line while it runs; elsewhere, once it has ended."""
+    """Shows the output of one cell: in a notebook, line by line while it runs; elsewhere, once it's done."""
 
     def __init__(self) -> None:
         self._printed: dict[int, bytes] = defaultdict(bytes)
@@ -282,8 +281,3 @@ def run_cell(line: str, cell: str) -> None:
         refusal = RuntimeError("".join(traceback.format_exception_only(error)).rstrip())
         refusal._render_traceback_ = lambda: [str(refusal)]  # type: ignore[attr-defined]
         raise refusal from None
-
-
-def register(shell: Any) -> None:
-    """Add the `%%ranks` magic to a notebook; `%load_ext fsdp_helpers` calls this function."""
-    shell.register_magic_function(run_cell, magic_kind="cell", magic_name="ranks")

@@ -1,11 +1,9 @@
 """The process of one rank, from its start to its exit, no matter what it runs."""
 
 import ctypes
-import multiprocessing.connection
 import multiprocessing.util
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
@@ -35,14 +33,12 @@ def run_rank(
 
     `group` has the arguments for `process_group`. `environment` comes from the parent; the server's may be outdated.
     `ends` has each rank's end of its message link and of one or two output pipes. If the body raises
-    anything, SystemExit included, the parent is told at once; if it returns an answer, that's sent at the very end.
+    anything, SystemExit included, the parent is told immediately; if it returns an answer, that's sent at the very end.
     """
     link, *outputs = ends[rank]
     server.is_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
-    os.setsid()
-    server.adopt_orphans()
-    _end_with_parent(folder)
+    server.lead_family(multiprocessing.parent_process().join, folder)
     # What Python prints goes to the parent's pipes, line by line, and so does the output of C libraries and programs.
     for name, number, output in zip(("stdout", "stderr"), (1, 2), (outputs[0], outputs[-1]), strict=True):
         os.dup2(output.fileno(), number)
@@ -75,7 +71,7 @@ def run_rank(
         send("answer", Answer(None, failure=Failure(*describe_error(error))))
     # Do what Python does at exit, such as waiting for threads, but skip the cleanup of its own objects: gloo's threads
     # outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
-    server.end_own_children()
+    server.end_children(os.getpid())
     threading._shutdown()  # as multiprocessing does; it first tells thread pools to end, including torch.compile's
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()
@@ -89,16 +85,3 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     ctypes.CDLL(None).fflush(None)
-
-
-def _end_with_parent(folder: str) -> None:
-    """End this rank and everything it has started when its parent ends, for example when a kernel is restarted."""
-    parent = multiprocessing.parent_process().sentinel
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent])
-        shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it, too
-        server.end_own_children()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end with parent", daemon=True).start()

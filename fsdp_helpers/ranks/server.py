@@ -1,13 +1,14 @@
-"""The server that ranks are forked from: how it's started, and how it ends everything that a rank leaves behind.
+"""The server that ranks are forked from: how it's started, and how it kills everything that a rank leaves behind.
 
 It has already loaded torch, so a rank starts in a fraction of a second. It loads none of your modules, so an edit takes
 effect at the next launch. When a process dies, its children live on under a new parent: on Linux, the nearest ancestor
-that has registered as a "subreaper". The server and each rank do so, and end the processes that they adopt.
+that has registered as a "subreaper". The server and each rank do so, and kill the processes that they adopt.
 """
 
 import atexit
 import ctypes
 import gc
+import glob
 import multiprocessing
 import os
 import shutil
@@ -17,10 +18,12 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+
+import psutil
 
 NO_MAIN_GUARD = 113  # exit status of a rank that reached `launch` again while importing the script
 PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
@@ -30,7 +33,6 @@ PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
     "torch._dynamo",
     "torchvision.datasets",
     "filelock",
-    "psutil",
     "fsdp_helpers.ranks.server",  # comes last, because it freezes everything loaded so far
 ]
 # glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:
@@ -79,9 +81,9 @@ def ready_to_start(start_method: str) -> Iterator[None]:
 
 
 def _tidy_up_on_sigterm() -> None:
-    """Make SIGTERM remove this process's temporary folders before it ends; the server's socket is in one of them.
+    """Make SIGTERM remove this process's temporary folders before it exits; the server's socket is in one of them.
 
-    That's how Jupyter ends every kernel that has launched ranks: when asked to shut down, a kernel first waits for
+    That's how Jupyter stops every kernel that has launched ranks: when asked to shut down, a kernel first waits for
     its children, and one of them, multiprocessing's resource tracker, waits for the kernel.
     """
 
@@ -114,7 +116,7 @@ def interrupts_wait() -> Iterator[None]:
 
 
 def end_orphans() -> None:
-    """End all processes that ranks have left behind: the server's children, except those that this process started."""
+    """Kill all processes that ranks have left behind: the server's children, except those that this process started."""
     with start_lock:
         if (server := forkserver._forkserver._forkserver_pid) is not None:
             end_children(server, spare={child.pid for child in multiprocessing.active_children()})
@@ -134,60 +136,53 @@ def check_not_a_rank() -> None:
 # ---------------------------------------------------------------- in ranks and in the server
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of all orphans below it."""
+def end_children(pid: int, spare: Iterable[int] = ()) -> None:
+    """Kill a process's children, and their children once they're orphaned, until none are left."""
+    with suppress(psutil.NoSuchProcess):  # the process itself has ended
+        while left := [child for child in psutil.Process(pid).children() if child.pid not in spare]:
+            for child in left:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            psutil.wait_procs(left, timeout=LOOK_S)
+
+
+def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
+    """Adopt this process's orphaned descendants; when its parent exits or is killed, kill them all, then exit.
+
+    Folders that match the pattern `folders` are removed first. `wait_for_parent` returns when the parent exits.
+    """
+    os.setsid()  # Jupyter kills a kernel together with its process group
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
+    def watch() -> None:
+        wait_for_parent()
+        tidy_up(folders)
+        os._exit(1)
 
-def end_own_children() -> None:
-    """End everything this process has started or adopted, because the process itself is about to end."""
-    for child in multiprocessing.active_children():
-        child.kill()
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def tidy_up(folders: str) -> None:
+    """Remove the folders that match a pattern, and kill everything this process has started or adopted."""
+    for folder in glob.glob(folders):
+        shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it, too
     end_children(os.getpid())
 
 
-def end_children(pid: int, spare: Iterable[int] = ()) -> None:
-    """End the children of a process, and their children once they're orphaned, until none are left."""
-    while left := _children(pid) - set(spare):
-        for child in left:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            with suppress(ChildProcessError):  # it's not a child of this process
-                os.waitpid(child, 0)
-        time.sleep(0.002)
-
-
-def _children(pid: int) -> set[int]:
-    """Return the children of a process, including adopted children; none if there's no /proc."""
-    found = ""
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended in the meantime
-            found += path.read_text()
-    return set(map(int, found.split()))
-
-
 def _serve(parent: int) -> None:
-    """In the server: adopt orphans, and end everything below it when its parent ends, even if the parent is killed."""
-    os.setsid()  # Jupyter kills a kernel together with its process group
-    adopt_orphans()
+    """In the server: kill leftover processes when the parent exits, and keep forked memory shared."""
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an orphan's
+    # A rank removes its folder when it sees its parent end, but not if the parent was killed while ending its ranks.
+    folders = f"{tempfile.gettempdir()}/{FOLDER.format(parent)}*"
 
-    def end_all() -> None:
-        end_own_children()
-        # A rank removes its folder when it sees its parent end, but not if the parent was killed while ending its ranks.
-        for folder in Path(tempfile.gettempdir()).glob(FOLDER.format(parent) + "*"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def watch() -> None:
+    def wait_for_parent() -> None:
         while os.getppid() == parent:
             time.sleep(LOOK_S)
-        end_all()
-        os._exit(0)
 
-    threading.Thread(target=watch, name="end with parent", daemon=True).start()
-    # The server's main thread exits as soon as its parent and all ranks have ended, perhaps before `watch` notices.
-    atexit.register(end_all)
+    lead_family(wait_for_parent, folders)
+    # The server's main thread exits as soon as its parent and all ranks have ended, perhaps before its thread notices.
+    atexit.register(tidy_up, folders)
     # Python's garbage collector writes to every object it visits, and each page that's written to is copied, which
     # takes half a second for two ranks. So the collector skips everything the server has loaded.
     gc.freeze()

@@ -23,8 +23,8 @@ MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torc
 def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) -> nn.Module:
     """Wrap the named modules in place: kind "units" recomputes everything, "selective" all except matrix products.
 
-    If modules are nested, only the outermost is wrapped, since it recomputes everything inside. A state dict has the
-    same names as in the plain model. Raises ValueError if there's nothing to wrap.
+    If modules are nested, only the outermost is wrapped, since it recomputes everything inside. The names in state
+    dicts don't change. Raises ValueError if there's nothing to wrap.
     """
     if not names:
         raise ValueError(f"no module of {type(model).__name__} is large enough to checkpoint; lower min_num_params")

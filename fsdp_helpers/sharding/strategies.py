@@ -3,6 +3,7 @@
 Each function takes a freshly initialized model on the CPU, the same on every rank, and returns it ready to train.
 """
 
+import os
 import warnings
 from functools import partial
 
@@ -26,7 +27,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.ranks.group import nccl_raises_on_timeout
+from fsdp_helpers.ranks.group import BLOCKING_WAIT
 from fsdp_helpers.sharding.recompute import checkpoint_activations, with_wrapper
 from fsdp_helpers.sharding.wrapping import Policy, choose_units, holders_of_ties, plain_name, size_policy
 
@@ -170,10 +171,11 @@ def settle_buckets(model: nn.Module, images: Tensor) -> None:
 def wait_for_buckets(model: nn.Module) -> None:
     """Make DDP's ranks wait for each bucket if a timeout is set on CUDA; other strategies wait anyway.
 
-    By default, DDP makes only later kernels wait. If a rank were missing, the others would then hang the next time they
-    synchronize with the GPU.
+    DDP never calls `wait()`, which raises if a rank is missing. DDP makes only later kernels wait, so the other ranks
+    would hang the next time they synchronize with the GPU.
     """
-    if isinstance(model, DistributedDataParallel) and nccl_raises_on_timeout():
+    raises_on_timeout = os.environ.get(BLOCKING_WAIT, "0") not in ("", "0")
+    if isinstance(model, DistributedDataParallel) and raises_on_timeout:
         model.register_comm_hook(None, average_and_wait)
 
 
@@ -187,7 +189,7 @@ def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Futu
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    """Return the names of the FSDP units in `model`, as in the plain model; the root is called "root"."""
+    """Return the names that the FSDP units in `model` have in the plain model; the root is called "root"."""
     return [
         plain_name(name) or "root"
         for name, module in model.named_modules()

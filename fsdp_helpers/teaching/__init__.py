@@ -1,1 +1,1 @@
-"""Everything that the notebooks show, draw and check."""
+"""The code behind everything that the notebooks show, draw and check."""

@@ -17,7 +17,7 @@ SHORT_HEADERS = ("model", "strategy", "ranks", "step", "held", "peak", "sent", "
 
 
 def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
-    """Return every model with every strategy, in all variants that can run on `device`; see `left_out` for the rest."""
+    """Return a configuration per model, strategy and variant that can run on `device`; see `left_out` for the rest."""
     chosen = [
         replace(base, model=model, strategy=strategy, **way)
         for model in models

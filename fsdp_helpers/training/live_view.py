@@ -27,7 +27,7 @@ PIXELS_PER_INCH = 220  # twice the size shown, for high-density screens
 
 
 class LiveView:
-    """A live view of all ranks that `launch` can use in place of a `ProgressBar`."""
+    """A live view of all ranks, which `launch` can use in place of a `ProgressBar`."""
 
     def __init__(self) -> None:
         self._lines, self._curve = InPlace(), InPlace()

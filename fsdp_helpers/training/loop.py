@@ -103,7 +103,7 @@ def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 @contextmanager
 def layer_by_layer() -> Iterator[None]:
-    """Within the block, transformer layers call their inner layers during evaluation, as they do during training.
+    """Within the block, make transformer layers call their inner layers during evaluation, as during training.
 
     Otherwise, `nn.TransformerEncoderLayer` takes a fast path that reads its layers' weights without calling the layers,
     and FSDP1 unshards a unit only when it's called.

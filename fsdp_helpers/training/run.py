@@ -15,9 +15,9 @@ from fsdp_helpers.data.source import DataError, num_test_images, num_train_image
 from fsdp_helpers.data.text import TEST_PART, read_text
 from fsdp_helpers.gpus import choose_device, hide_gpus
 from fsdp_helpers.models.shapes import BYTE_LLAMA
-from fsdp_helpers.notebook import is_notebook
+from fsdp_helpers.notebook import is_notebook, shown_by_message
 from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
-from fsdp_helpers.ranks.errors import describe_error, shown_by_message
+from fsdp_helpers.ranks.errors import describe_error
 from fsdp_helpers.ranks.group import gather_over_ranks, process_group, silent_ranks_named
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord
@@ -42,10 +42,10 @@ def train(
     """Run `config`, with `changes` to its fields, in new processes; return rank 0's record.
 
     `world_size` defaults to 1 for the "local" strategy, otherwise to 2. The data is prepared before any process
-    starts, and `on_data` is called with its source, "mnist" or "digits". With `watch`, a notebook shows a line per
+    starts, and `on_data` is called with its source (see `prepare_run_data`). With `watch`, a notebook shows a line per
     rank and the loss, step by step; otherwise, there's one line of progress.
 
-    `timeout_s` limits the entire run, and `group_timeout_s` a single collective; see `launch`.
+    `timeout_s` limits the entire run, and `group_timeout_s` limits a single collective; see `launch`.
 
     Raises ValueError, DataError or CheckpointError before any process starts, for settings that can't work, data that
     can't be used and checkpoints that don't match; raises RankError and RankTimeout as `launch` does.
@@ -137,7 +137,7 @@ def train_as_rank_of_torchrun(
 ) -> RunRecord | None:
     """Train as one rank; the first rank of each machine prepares the data, and rank 0 returns the record.
 
-    A run with a `checkpoint_dir` that receives SIGTERM saves after the current step, and no rank returns a record.
+    If a run with a `checkpoint_dir` receives SIGTERM, it saves after the current step, and no rank returns a record.
     Raises ValueError, DataError or CheckpointError as `train` does, and also for an environment that's incomplete or
     inconsistent; RankError for a worker that fails or times out waiting for other ranks.
     """
@@ -215,13 +215,13 @@ def prepare_run_data(config: TrainConfig) -> str:
 
 
 def prepare_text(config: TrainConfig) -> str:
-    """Return the source of the text that `config` trains on, after checking that it's readable and long enough."""
+    """Return the source of the text that the run trains on, after checking that it's readable and long enough."""
     text, context = read_text(config.text), BYTE_LLAMA.context
     num_test = text.num_test_sequences(context)
     if num_test == 0:
         raise DataError(
             f"the text has {len(text.content)} bytes, which isn't enough for {TEST_PART} sequences of {context}; "
-            f"give one of at least {TEST_PART * context + 1} bytes"
+            f"give a text of at least {TEST_PART * context + 1} bytes"
         )
     if config.export is not None and Path(config.export).exists():
         raise ValueError(f"export: {config.export} already exists; give the name of a new folder")

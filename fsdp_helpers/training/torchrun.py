@@ -73,10 +73,10 @@ def _whole_number(name: str) -> int:
 
 def _check_place(place: Place) -> None:
     if place.rank >= place.world_size:
-        raise ValueError(f"RANK is {place.rank} and WORLD_SIZE {place.world_size}; ranks are counted from 0")
+        raise ValueError(f"RANK is {place.rank} and WORLD_SIZE is {place.world_size}; ranks start at 0")
     if place.local_rank >= place.local_world_size:
         raise ValueError(
-            f"LOCAL_RANK is {place.local_rank} and LOCAL_WORLD_SIZE {place.local_world_size}; ranks are counted from 0"
+            f"LOCAL_RANK is {place.local_rank} and LOCAL_WORLD_SIZE is {place.local_world_size}; ranks start at 0"
         )
     if place.local_world_size > place.world_size:
         raise ValueError(f"LOCAL_WORLD_SIZE is {place.local_world_size}, above the WORLD_SIZE of {place.world_size}")
@@ -98,5 +98,5 @@ def reports_bad_input() -> bool:
 
 
 def leave_it_to_rank_0() -> None:
-    """Wait so that rank 0 can report first, because torchrun ends all ranks as soon as one of them exits."""
+    """Wait so that rank 0 can report first, because torchrun stops all ranks as soon as one of them exits."""
     time.sleep(LEAVE_S)

@@ -1,4 +1,4 @@
-"""Fine-tune any causal language model in `transformers` with FSDP2. Besides torch, it needs transformers.
+"""Fine-tune any causal language model in `transformers` with FSDP2. This script needs torch and transformers.
 
 Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs, or the CPU if there are
 fewer GPUs than ranks.
@@ -83,7 +83,7 @@ WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5",
 
 
 def refuse(message: str, status: int = 2) -> None:
-    """End the run because of a problem that all ranks find. Rank 0 prints one line, and torchrun ends the others."""
+    """End the run because of a problem that all ranks find. Rank 0 prints one line, and torchrun stops the others."""
     if os.environ.get("RANK", "0") == "0":
         print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
     else:
@@ -100,7 +100,7 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", type=Path, help="a folder with config.json, safetensors files and a tokenizer")
     add("data", type=Path, help="a text file, or JSON lines")
-    add("--out", type=Path, required=True, metavar="RUN", help="the folder of this run")
+    add("--out", type=Path, required=True, metavar="RUN", help="this run's folder")
     add("--epochs", type=float, default=1.0, help="how many times each row is seen (1)")
     add("--steps", type=int, help="number of optimizer steps, instead of --epochs")
     add("--batch", type=int, default=64, help="rows of --length tokens per step, across all ranks (64)")
@@ -114,13 +114,13 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         type=read_interval,
         default="500",
         metavar="N|Nm",
-        help="steps between saves, or minutes with an m, as in 20m (500)",
+        help="number of steps between saves, or of minutes if it ends in m, as in 20m (500)",
     )
     add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
     add("--held-out", type=float, default=0.02, help="fraction of the documents to hold out for testing (0.02)")
     add("--test-every", type=int, default=100, help="measure the held-out loss every N steps (100)")
     add("--lora-rank", type=int, default=0, metavar="R", help="freeze the model and train adapters of rank R")
-    add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks it)")
+    add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks sdpa)")
     add("--compile", action="store_true", help="torch.compile each layer")
     add("--offload", action="store_true", help="keep shards and optimizer state in host memory")
     add("--unit", metavar="CLASS", help="the class of the modules that become units (the model's decoder layers)")
@@ -215,7 +215,7 @@ def read_tokenizer(folder: Path, vocabulary: int):
 
 @dataclass(frozen=True)
 class Document:
-    """A document as a list of segments, each with a flag that says whether its tokens count in the loss."""
+    """A document as a list of segments, each with a flag for whether its tokens count in the loss."""
 
     kind: str  # text, prompt or messages
     segments: list[tuple[str, bool]]
@@ -303,7 +303,7 @@ def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> 
     if counts["empty"]:
         print(f"{counts['empty']:,} with nothing to train on are left out", flush=True)
     if counts["split"] or counts["cut"]:
-        both = f"{counts['split']:,} texts are split and {counts['cut']:,} conversations cut"
+        both = f"{counts['split']:,} texts are split and {counts['cut']:,} conversations are cut"
         print(f"longer than {arguments.length:,} tokens: {both}", flush=True)
     if counts["rewritten"]:
         turns = f"{counts['rewritten']:,} of the assistant's earlier turns"
@@ -499,7 +499,7 @@ class FileTensor:
 
 
 def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
-    """Return tensors without values from the files in the folder's index or, without an index, from all its files."""
+    """Return each tensor's file, dtype and shape, for the files in the folder's index or, without one, for all."""
     index = folder / "model.safetensors.index.json"
     names = [path.name for path in folder.glob("*.safetensors")]
     if index.exists():
@@ -836,7 +836,7 @@ def export(model: nn.Module, folder: Path, files: dict[str, FileTensor], names: 
     except (dcp.api.CheckpointException, OSError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         refuse(
-            f"the model can't be written ({cause_of(error)}); its newest checkpoint is {newest_checkpoint(run)}",
+            f"the model can't be written ({cause_of(error)}); the newest checkpoint is {newest_checkpoint(run)}",
             status=1,
         )
     if dist.get_rank() == 0:
@@ -864,7 +864,7 @@ def choose_device() -> torch.device:
 
 
 def take(lock: TextIO, run: Path, kind: int, patience_s: float = 0.0) -> None:
-    """Keep other runs from writing to `run`: rank 0 takes the lock, then all ranks share it until the last one ends."""
+    """Keep other runs from writing to `run`: rank 0 takes the lock, then all ranks share it until the last exits."""
     deadline_s = time.monotonic() + patience_s  # the ranks of a killed run may need a moment to end
     while True:
         try:
@@ -907,7 +907,7 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
 
 
 def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
-    """Accumulate the gradient of the batch's mean loss per target token. Return this rank's contribution.
+    """Accumulate the gradient of the batch's mean loss per target token. Return this rank's part of that loss.
 
     Gradients are reduced after each micro-batch; otherwise, ranks would hold full gradients until the last one.
     """
@@ -927,7 +927,7 @@ def held_out_loss(loss: TokenLoss, rows: Rows, size: int, device: torch.device) 
     total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
     dist.all_reduce(total)
     loss.train()
-    loss.reshard()  # the root stays unsharded after a forward without a backward
+    loss.reshard()  # the root stays unsharded after a forward pass without a backward pass
     return total.item() / rows.num_learned(rows.held_out)
 
 
@@ -1089,6 +1089,6 @@ if __name__ == "__main__":
     except RuntimeError as error:
         if "by peer" not in str(error):
             raise
-        sys.exit(1)  # the connection was closed because another rank ended, and it printed why
+        sys.exit(1)  # the connection was closed because another rank exited after printing why
     if chosen.type == "cpu":
         os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

@@ -315,7 +315,7 @@ def test_read_only_folder_without_mnist(tmp_path, monkeypatch):
     if before == 0:
         os.seteuid(65534)
     try:
-        with pytest.raises(DataError, match=r"isn't writable \(Permission denied\). Choose another with --data-dir"):
+        with pytest.raises(DataError, match=r"isn't writable \(Permission denied\). Choose another folder"):
             prepare_data("data")
     finally:
         os.seteuid(before)

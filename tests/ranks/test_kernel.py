@@ -242,7 +242,7 @@ def test_the_stop_button(kernel):
     kernel.wait_for_report(request, step=3)
     kernel.manager.interrupt_kernel()
     (line,) = the_error(kernel.end(request))
-    assert line.startswith("interrupted at step ") and line.endswith(" of 10000; all ranks are stopped")
+    assert line == "interrupted; all ranks are stopped"
     assert not any(is_running(pid) for pid in pids)
     assert text_of(kernel.run(LAUNCH)[-1]) == SUMS
 

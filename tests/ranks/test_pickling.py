@@ -10,7 +10,7 @@ from typing import Any
 import launch_workers as workers
 import pytest
 
-from fsdp_helpers.ranks.launch import check_worker, dumps_named, launch, pickle_job
+from fsdp_helpers.ranks.launch import check_worker, dumps, launch, pickle_job
 
 
 @dataclass
@@ -82,4 +82,4 @@ def test_an_argument_that_cannot_be_sent_is_named(args, name, kind):
 
 def test_a_result_that_cannot_be_sent_is_named():
     with pytest.raises(ValueError, match="the result of 'worker' is of type builtins.tuple and can't be sent .*lock"):
-        dumps_named((0, threading.Lock()), "the result of 'worker'")
+        dumps((0, threading.Lock()), "the result of 'worker'")

@@ -425,7 +425,7 @@ def test_empty_and_long_documents(tmp_path, capsys):
     arguments = SCRIPT.read_arguments(["model", str(data), "--out", str(tmp_path), "--length", "8", "--held-out", "0"])
     arguments.packed, arguments.digest = True, "first"
     SCRIPT.tokenize_once(arguments, make_tokenizer(), 64)
-    assert "1 texts are split and 0 conversations cut" in capsys.readouterr().out
+    assert "1 texts are split and 0 conversations are cut" in capsys.readouterr().out
     rows = SCRIPT.Rows(arguments)
     pairs = [tokens_of(rows, document) for document in range(len(rows.ends) - 1)]
     assert [len(tokens) for tokens, _ in pairs] == [2, 8, 8, 4]  # every pair of a token and the next one, once
@@ -445,7 +445,7 @@ def test_a_conversation_that_is_too_long_is_cut(tmp_path, capsys):
     arguments.digest = "digest"
     SCRIPT.tokenize_once(arguments, make_tokenizer(), 64)
     said = capsys.readouterr().out
-    assert "1 with nothing to train on are left out" in said and "2 conversations cut" in said
+    assert "1 with nothing to train on are left out" in said and "2 conversations are cut" in said
 
 
 # ---------------------------------------------------------------- rows

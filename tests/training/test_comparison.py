@@ -163,7 +163,7 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
     "arguments, message",
     [
         (["--models", "huge"], "huge"),
-        (["--steps", "3"], "--steps 3: the first 3 aren't timed; use 4 or more"),
+        (["--steps", "3"], "--steps 3: the first 3 steps aren't timed; use 4 or more"),
         (["--world-size", "0"], "world_size is 0"),
         (["--world-size", "3"], "64 isn't divisible by world_size 3"),
         (["--global-batch-size", "0"], "global_batch_size is 0"),

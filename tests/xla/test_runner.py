@@ -104,7 +104,7 @@ def test_a_stuck_collective_is_explained():
 @pytest.mark.long
 def test_an_interpreter_without_torch_xla_is_named_as_the_cause(tmp_path, monkeypatch):
     monkeypatch.setenv(xla.VARIABLE, sys.executable)  # this environment has none
-    with pytest.raises(xla.XlaError, match="this Python has no torch_xla; run `make xla` to build one that does"):
+    with pytest.raises(xla.XlaError, match="this Python lacks torch_xla; run `make xla` to get one that has it"):
         xla.run_script("train", tmp_path, {})
 
 

@@ -67,7 +67,7 @@ def why_unmet(name: str, requirement: Any) -> str:
 
 
 def versions_as_locked() -> Outcome:
-    """Count the packages whose versions differ from the tested ones (which is allowed)."""
+    """Count the packages whose versions differ from the tested versions, which is allowed."""
     if not LOCK.is_file():
         raise Unfit("there's no requirements.lock next to the package, so there's nothing to compare with")
     locked = locked_versions(LOCK.read_text())

@@ -1,4 +1,4 @@
-"""Find processes left over from earlier runs: fork servers and ranks whose notebook or torchrun has ended."""
+"""Find processes left over from earlier runs: fork servers and ranks whose notebook or torchrun has exited."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ MOST_OF_COMMAND = 60  # characters
 
 @dataclass(frozen=True)
 class Orphan:
-    """A process whose parent has ended."""
+    """A process whose parent has exited."""
 
     pid: int
     age_s: float
@@ -32,7 +32,7 @@ def processes_of_earlier_runs() -> Outcome:
     left = list(orphans())
     if not left:
         return Outcome(True, "no processes from earlier runs")
-    return note(f"{', '.join(map(str, left))}: the program that started it has ended; if it's yours, end it")
+    return note(f"{', '.join(map(str, left))}: the program that started it has exited; if it's yours, stop it")
 
 
 def orphans() -> Iterator[Orphan]:

@@ -15,7 +15,7 @@ FIRST = "00_start_here.ipynb"
 
 
 def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
-    """Start JupyterLab with the notebooks, or with copies of them in the folder `copies`; return when it ends.
+    """Start JupyterLab with the notebooks, or with copies of them in the folder `copies`; return when it exits.
 
     Raises ValueError if `copies` is outside the project, which is the folder that JupyterLab shows.
     """

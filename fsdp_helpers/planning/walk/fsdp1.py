@@ -21,8 +21,8 @@ FLAT, JOINED, THIS_USE, OTHER_USES = "flat", "joined", "of this use", "of the ot
 class FlatParameters:
     """A rank whose units each have one flat tensor; the parameters are views of this tensor.
 
-    On a single rank (or with `sharding` "none"), the flat tensor isn't sharded: it's always there, and unsharding only
-    casts it, if the precision requires that.
+    On a single rank (or with `sharding` "none"), the flat tensor isn't sharded: it's always in memory, and unsharding
+    only casts it, if the precision requires that.
     """
 
     def __init__(self, shards: Shards, config: TrainConfig, profile: StepProfile) -> None:
@@ -34,9 +34,9 @@ class FlatParameters:
         self._forwards: list[Unit] = []  # in the order in which they ended; a unit appears once per use
         self._places: dict[str, int] = {}  # each unit's position in that order
         self._entered = {moment.name for moment in profile.flat_moments if moment.event == "enter_backward"}
-        self._awaited: set[str] = set()  # units to all-gather for a backward that hasn't begun
+        self._awaited: set[str] = set()  # units to all-gather for a backward pass that hasn't begun
         self._in_backward: set[str] = set()
-        # How many gradients each unit gets in one backward
+        # How many gradients each unit gets in one backward pass
         self._gradients = Counter(
             shards.unit_of(moment.name).name for moment in profile.flat_moments if moment.event == "gradient"
         )
@@ -82,7 +82,7 @@ class FlatParameters:
             self._gather_next(unit)
 
     def gradient(self, name: str) -> None:
-        """Take a gradient. FSDP1 acts when the unit's last gradient arrives."""
+        """Hold one parameter's gradient. FSDP1 acts when the unit's last gradient arrives."""
         unit = self._shards.unit_of(name)
         self._shards.take_gradient(name, self._shards.sizes.gathered)
         self._missing[unit.name] -= 1
@@ -108,7 +108,7 @@ class FlatParameters:
         self._used.add(unit.name)
 
     def _leave(self, unit: Unit) -> None:
-        """Join the gradients into a flat gradient, reshard, and take a shard of the sum over the ranks."""
+        """Join the gradients into a flat gradient, reshard, and keep a shard of the sum over all ranks."""
         self._in_backward.discard(unit.name)
         is_added = self._is_added(unit)
         if unit.name in self._used:

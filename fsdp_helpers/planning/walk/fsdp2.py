@@ -13,7 +13,7 @@ SENT = "shard to be gathered"
 
 
 class FullyShard:
-    """A rank with row-sharded parameters; full parameters are copied out of one buffer, and gradients into another."""
+    """A rank with row-sharded parameters; it copies full parameters from one buffer, and gradients into another."""
 
     def __init__(self, shards: Shards, config: TrainConfig) -> None:
         # An empty unit does nothing, but an empty root still computes
@@ -27,7 +27,7 @@ class FullyShard:
         self._done: set[str] = set()  # units that have left backward
         self._backward_runs = False
         self._copied: Unit | None = None  # the unit whose all-gather buffer forward still keeps
-        # The outermost unit of a forward during backward, which torch treats as that forward's root
+        # The outermost unit of a forward pass during backward, which torch treats as that pass's root
         self._recomputed: str | None = None
         self._sent: Unit | None = None  # the unit whose reduce-scatter buffer backward still keeps
 
@@ -94,7 +94,7 @@ class FullyShard:
             self._shards.take_gradient(name, self._shards.sizes.gathered)
 
     def leave_backward(self, name: str) -> None:
-        """Reshard, copy the gradients into a buffer, free them, and take a shard of their sum over the ranks."""
+        """Reshard, copy the gradients into a buffer, free them, and keep a shard of their sum over all ranks."""
         unit = self.units[name]
         self._in_backward.discard(name)
         self._done.add(name)
@@ -120,7 +120,7 @@ class FullyShard:
         self._free_sent()
         self._free_copied()
         for unit in self.units.values():
-            self._shards.free_buffer(GATHER, unit)  # all-gathered for a backward that never ran
+            self._shards.free_buffer(GATHER, unit)  # all-gathered for a backward pass that never ran
         self._order.clear()
         self._uses.clear()
         self._done.clear()

@@ -193,7 +193,7 @@ class Shards:
     def lay_out(self, unit: Unit) -> None:
         """Lay out gradients for the reduction as FSDP2 does, with `_chunk_cat`, which makes extra copies on a CPU.
 
-        Gradients whose rows don't split evenly across the ranks are all copied at once, to pad them. Gradients whose
+        Gradients whose rows don't split evenly across the ranks are all copied together, to pad them. Gradients whose
         precision isn't the reduction precision are laid out one by one, each through another copy. The GPU kernel
         needs neither copy.
         """
@@ -222,7 +222,7 @@ class Shards:
         self._communicate("reduce_scatter", unit, values, self.sizes.reduced)
 
     def _communicate(self, op: str, unit: Unit, values: int, value_bytes: int) -> None:
-        """Add a collective. While it runs, hold gloo's copy of its output or of the values to reduce; NCCL has none."""
+        """Add a collective. While it runs, hold gloo's copy of its output or of the values to reduce; NCCL doesn't copy."""
         self._ledger.communicate(op, value_bytes * values, self.ranks, unit.name, late=op != "all_gather")
         if self._backend == "gloo":
             self.take_buffer(COPY_OF_GLOO, unit, values, value_bytes)

@@ -12,7 +12,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP's defaults; a bucket
 
 
 class WholeModel:
-    """A rank that keeps all parameters and moments; gradients appear one by one, and DDP's buckets are always there.
+    """A rank that always holds all parameters, moments and, with DDP, buckets; gradients appear one by one.
 
     The buckets are as large as the gradients. With `bucket_view`, they are the gradients. If a parameter already has a
     gradient, a new one counts as part of the activations until it's added, because that's how the profile counts it.
@@ -52,7 +52,7 @@ class WholeModel:
         self._backward_runs = False
 
     def enter_forward(self, name: str) -> None:
-        """Do nothing: the parameters are always there."""
+        """Do nothing: the parameters are always in memory."""
 
     def leave_forward(self, name: str) -> None:
         if not self._backward_runs:
@@ -65,7 +65,7 @@ class WholeModel:
         """Do nothing: no memory is freed."""
 
     def gradient(self, name: str) -> None:
-        """Take the gradient, and send its bucket if it's now full."""
+        """Record the gradient, and send its bucket if that's now full."""
         values = self._trained[name]
         if not self._bucket_view:
             size = {"values": values, "value_bytes": self._kept_bytes}

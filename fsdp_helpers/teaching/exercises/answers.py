@@ -33,7 +33,7 @@ class NotYet(AssertionError):
 
 
 class Crash(NotYet):
-    """Raised when the answer fails while it runs; the label is red."""
+    """Raised when the answer fails with an error or can't be checked; the label is red."""
 
     look = "\x1b[97;41m"  # white on red
 

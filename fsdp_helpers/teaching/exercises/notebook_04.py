@@ -229,8 +229,8 @@ class Widen(nn.Module):
 def build_model() -> nn.Sequential:
     """Build four blocks and a plain layer with the same values on every rank. (B, WIDTH) -> (B, CLASSES)
 
-    The first block's inputs don't need a gradient, as in a model that gets data directly: a hook that waits for the
-    gradient of that block's inputs would run too early.
+    The first block's inputs don't need a gradient, as in a model whose first block gets the data. A hook that waits for
+    the gradient of that block's inputs would run too early.
     """
     torch.manual_seed(0)
     blocks = [Block() for _ in range(HOOKED_BLOCKS)]
@@ -288,7 +288,7 @@ class Onlooker:
         self.left[moment] = max(self.left.get(moment, 0), sum(block.whole_bytes for block in self.blocks))
 
     def computing(self, block: ShardedBlock, when: str) -> None:
-        """Count the unsharded blocks while `block` computes; raise RuntimeError if `block` itself is resharded."""
+        """Count the unsharded blocks while `block` computes; raise RuntimeError if `block`'s own storage is empty."""
         if block.whole_bytes == 0:
             is_first = block is self.blocks[0] and when == "backward"
             because = "; this block's inputs need no gradient, so don't wait for one" if is_first else ""
@@ -296,14 +296,14 @@ class Onlooker:
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
     def watch(self, module: Block, block: ShardedBlock) -> None:
-        """Observe every call to a layer in `module`."""
+        """Observe the forward and backward pass of every layer in `module`."""
         for layer in (module.first, module.second):
             layer.register_forward_pre_hook(lambda *_: self.computing(block, "forward"))
             layer.register_full_backward_pre_hook(lambda *_: self.computing(block, "backward"))
 
 
 def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks:
-    """Train four blocks with the reader's hooks, and record when the blocks' storage isn't empty."""
+    """Train four blocks with the reader's hooks, and record how many blocks are unsharded, and when."""
     hook_block: Callable = import_own(module, "hook_block")
     plain = build_model()
     right = plain_losses(plain, sgd(plain))

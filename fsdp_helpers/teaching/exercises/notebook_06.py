@@ -50,7 +50,7 @@ BACKGROUND_S = 0.4  # how long a save in the background gets
 
 @exercise("06")
 def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> str:
-    """Notebook 06: check the bytes in an fp32 checkpoint with Adam state, for any strategy and number of ranks."""
+    """Notebook 06: check the number of bytes in an fp32 checkpoint with Adam state, for any strategy and world size."""
     for num_params in (1_199_882, 7 * 10**9, *(DRAW.randint(1, 10**10) for _ in range(FRESH_CASES))):
         given = call(checkpoint_bytes, num_params)
         expect_number(given)
@@ -207,13 +207,13 @@ def run_readers_loop(
 
 
 def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a schedule that computes the rate from its step count; other schedules start from the optimizer's rate."""
+    """Return a schedule that computes the learning rate from its step count, not from the optimizer's current rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.7**steps)
 
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """Within the block, make the save after KILLED_AFTER `taken` steps write only some of its data, then exit.
+    """In the block, cut short the save after KILLED_AFTER `taken` steps: write only a part, then exit the process.
 
     DCP writes only rank 0's file; `torch.save` writes half of its file.
     """

@@ -128,7 +128,7 @@ def as_number(given: Any) -> float | str:
 
 @contextmanager
 def note_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
-    """Yield a list that records passes of `model` within the block as ("forward" or "backward", number of images)."""
+    """Yield a list of passes through `model` in the block: ("forward" or "backward", number of images) pairs."""
     passes = []
 
     def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -46,7 +46,7 @@ LACKING = "blocks.3.linear1.weight"  # a file without it is damaged
 
 @exercise("08")
 def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
-    """Notebook 08: check the parameter count of a ViT, computed from the nine numbers in its shape."""
+    """Notebook 08: check the parameter count of a ViT, computed from the nine fields of its shape."""
     for shape in [*VIT_SHAPES.values(), *(_fresh_shape() for _ in range(FRESH_CASES))]:
         with torch.device("meta"):
             right = count_params(ViT(shape))
@@ -186,7 +186,7 @@ def _expect_short_file_refused(module: str, world_size: int) -> None:
 
 
 class PretrainedTransformer(nn.Module):
-    """The transformer to start: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
+    """The transformer to load: `embed`, eight equal `blocks`, a tied `head`, and `waves`.
 
     It turns numbers into token IDs and predicts one token: (B, WIDTH) -> (B, VOCABULARY). `waves` is a buffer that
     isn't in any state dict; `fill_buffers` computes it.

@@ -28,7 +28,7 @@ TOLERANCE = 0.03  # between the formulas and what a rank allocates
 
 @exercise("09")
 def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
-    """Notebook 09: check `largest_batch(model, world_size, device_gb, allowance_gb)`, which is in images per rank.
+    """Notebook 09: check `largest_batch(model, world_size, device_gb, allowance_gb)`, in images per rank.
 
     It returns None if not even one image fits. The model trains with FSDP2 in fp32, with a unit per block and every
     block recomputed. At the end, one real rank trains with the reader's batch size on a very small device.

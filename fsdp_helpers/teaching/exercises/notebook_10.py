@@ -118,7 +118,7 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
 
 
 def run_script(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...], *, ends: bool) -> tuple[Done, int]:
-    """Run the script with the stand-ins until it ends; if not `ends`, signal it once every torchrun has started."""
+    """Run the script with the stand-ins until it exits; unless `ends`, signal it once every torchrun has started."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as name:
         folder, left_early = Path(name), False
         _write_stand_ins(folder / "bin")
@@ -181,7 +181,7 @@ def _write_stand_ins(folder: Path) -> None:
 
 
 def _wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Return True as soon as the condition holds, False if it never does.
+    """Return True as soon as the condition holds, or False if it doesn't hold in time.
 
     The timeout counts checks, not seconds, so the programs get enough time even on a stalled or busy machine.
     """
@@ -271,7 +271,7 @@ def read_directives(text: str) -> dict[str, str]:
 
 
 def seconds_of(limit: str) -> int:
-    """Return the seconds in a time limit given in any Slurm format, such as days-hours:minutes:seconds."""
+    """Return the length in seconds of a time limit in any Slurm format, such as days-hours:minutes:seconds."""
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:
@@ -297,7 +297,7 @@ def _check_directives(told: dict[str, str]) -> None:
     found = re.fullmatch(r"B:(?:SIG)?([A-Z]+\d?|\d+)@(\d+)", told.get("signal", ""))
     expect(
         found is not None,
-        "#SBATCH --signal: this shell has to get a signal before the time limit; use B:NAME@SECONDS",
+        "#SBATCH --signal: the script's shell has to get a signal before the time limit; use B:NAME@SECONDS",
     )
     expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s isn't enough; saving takes up to {LEAD_S} s")
 
@@ -325,8 +325,8 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
     queued = "scontrol requeue" in done.calls
     expect(
         not done.left_early,
-        f"the script {'requeued the job' if queued else 'ended'} while ranks were saving, which stops them: srun "
-        "has to end first, but a signal makes bash's `wait` return before that",
+        f"the script {'requeued the job' if queued else 'exited'} while ranks were saving, which stops them: srun "
+        "has to exit first, but a signal makes bash's `wait` return before that",
     )
     expect(
         f"scontrol requeue {job}" in done.calls,

@@ -77,7 +77,7 @@ def draw(seed: int | None = None, num_cases: int = NUM_CASES) -> Draw:
 
 
 def causes() -> Markdown:
-    """Return the list of words that an answer can use for symptoms and causes."""
+    """Return lists of the symptoms and causes that an answer can name."""
     symptoms = ", ".join(f"`{symptom}` ({words})" for symptom, words in SYMPTOMS.items())
     names = ", ".join(f"`{name}`" for name in sorted(cause_of(failure) for failure in RUN))
     return Markdown(f"**Symptoms:** {symptoms}\n\n**Causes:** {names}")
@@ -89,7 +89,7 @@ def cause_of(failure: Failure) -> str:
 
 @exercise("11")
 def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
-    """Check the symptom, cause and fix in each answer against its case."""
+    """Notebook 11: check the symptom, cause and fix in each answer against its case."""
     for number, case in enumerate(cases.cases, start=1):
         answer = answers.get(number)
         expect_answered(answer)
@@ -98,7 +98,7 @@ def check_diagnosis(cases: Draw, answers: Mapping[int, Answer]) -> str:
             f"case {number}: answer with a tuple of the symptom, the cause and the letter of the fix",
         )
         check_case(number, case, answer, cases.fixes)
-    return f"All {len(cases.cases)} faults found, each with its fix. Draw again for different ones."
+    return f"All {len(cases.cases)} faults found, each with its fix. Draw again for different faults."
 
 
 def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]) -> None:

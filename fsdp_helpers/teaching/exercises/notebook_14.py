@@ -124,7 +124,7 @@ def _expect_moved(found: MovedByReader, says: str) -> None:
 
 
 class ResidualBlock(nn.Module):
-    """A residual block: its input plus the output of two layers."""
+    """A residual block: its input plus the tanh of a linear layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def train_under_ddp(
 
 
 def step_losses(losses: list[float]) -> list[float]:
-    """Return the mean loss across ranks for each step; `losses` has one contribution from this rank per part."""
+    """Return the mean loss across ranks for each step; `losses` has one entry per part on this rank."""
     if len(losses) % PARTS:
         raise ValueError(f"loss_of was called {len(losses)} times, not {PARTS} times in each step")
     own = torch.tensor(losses).unflatten(0, (-1, PARTS)).sum(dim=1)

@@ -139,7 +139,7 @@ def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> No
     for rank in range(world_size):
         inputs, labels, places = _three_tensors(call(split, tokens, rank, world_size), tokens, world_size, says)
         wrong = [place for place in places.tolist() if not 0 <= place < length]
-        expect(not wrong, f"{says}rank {rank}: there's no place {wrong[0] if wrong else ''}")
+        expect(not wrong, f"{says}rank {rank}: place {wrong[0] if wrong else ''} doesn't exist")
         expect(
             torch.equal(inputs, tokens[:, places]), f"{says}rank {rank}: the inputs aren't the tokens at these places"
         )
@@ -183,7 +183,7 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
     expect(isinstance(choice, Mapping) and set(choice) == set(NAMES), f"choice needs exactly these names: {wanted}")
     for name, degree in choice.items():
         expect_number(degree)
-        expect(degree == int(degree) and degree >= 1, f"{name} is {degree}; it should be a number of ranks")
+        expect(degree == int(degree) and degree >= 1, f"{name} is {degree}; it should be a whole number of ranks")
     run = DimensionedRun(**LLAMA_70B, **choice, sequences=1, length=LENGTH)
     _expect_possible(run)
     run = replace(run, sequences=SEQUENCES // run.data)
@@ -199,7 +199,7 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
         expect_number(given)
         near = abs(given * 1e9 - size) <= 0.02 * size
         expect(near, f"along {name}, a rank doesn't send {given:,} GB per step; use the formula in the table above")
-    return f"Right: it fits {NUM_GPUS:,} GPUs, the links can carry it, and the bytes match the formulas."
+    return f"Right: it uses all {NUM_GPUS:,} GPUs, the links carry its traffic, and the bytes match the formulas."
 
 
 def _expect_possible(run: DimensionedRun) -> None:
@@ -237,7 +237,7 @@ def step_times_s(run: DimensionedRun) -> tuple[float, float]:
     """Return the arithmetic time and the communication time of a step in seconds, assuming no overlap.
 
     A node's ranks are next to each other along the inner dimensions: a dimension stays on NVLink as long as the product
-    of the degrees up to and including its own is at most a node's number of GPUs.
+    of the degrees up to and including its own is at most the number of GPUs in a node.
     """
     tokens = run.sequences * run.data * LENGTH
     arithmetic_s = 6 * run.params * tokens / NUM_GPUS / FLOPS_PER_S

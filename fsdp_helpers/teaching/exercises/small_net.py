@@ -1,4 +1,4 @@
-"""The small training run shared by the build exercises: a model, batches, optimizers and the right losses.
+"""The small training run shared by the coding exercises: a model, batches, optimizers and the right losses.
 
 Every rank also trains alone on the full batch, without collectives; any data-parallel run must get the same
 losses.

@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts the ranks on a machine: its arguments, signals, rendezvous and shutdown."""
+"""Failures of torchrun's agent, which starts a machine's ranks: arguments, signals, rendezvous and shutdown."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ def torchrun(script: str, *flags: str) -> Iterator[tuple[subprocess.Popen, Path]
 
 
 def last_step_after_a_hangup(*flags: str) -> Numbers:
-    """Send torchrun the signal that a closing terminal sends, and return the last step that its script reached."""
+    """Send torchrun a SIGHUP, as a closing terminal does, and return the last step that the script reached."""
     with torchrun(STEPS.format(num_steps=5), *flags) as (agent, folder):
         agent.send_signal(signal.SIGHUP)
         if agent.wait():
@@ -210,12 +210,12 @@ AGENTS = (
             "counted as part of this job."
         ),
         tell=(
-            "If the message's `worker_count` is below its `world_size`, ranks are missing. If `worker_count` is "
+            "If `worker_count` in the message is smaller than `world_size`, ranks are missing. If `worker_count` is "
             "larger, two jobs share an address and port, or this job reuses an old `--rdzv-id` or file store."
         ),
         fix=(
-            "Start exactly nnodes × nproc-per-node processes, with the same values on all machines. On Slurm, use "
-            "`srun --ntasks-per-node=1` in front of torchrun, or `--ntasks-per-node=8` without torchrun. Give each "
+            "Start exactly nnodes × nproc-per-node processes, and pass the same two values on all machines. On Slurm, "
+            "use `srun --ntasks-per-node=1` in front of torchrun, or `--ntasks-per-node=8` without torchrun. Give each "
             "job its own `--rdzv-id` and port."
         ),
         messages=(
@@ -347,10 +347,10 @@ AGENTS = (
         title="RendezvousClosedError, or a node joins too late",
         why=(
             "torchrun's agents find each other through a rendezvous ID. Once one node has finished or failed, it "
-            "closes the rendezvous, and any node that restarts or arrives later finds it closed. Reusing an old job's "
-            "ID has the same effect."
+            "closes the rendezvous, so any node that restarts or arrives later can't join. Reusing an old job's ID has "
+            "the same effect."
         ),
-        tell="The real error is in the log of the first node to leave, earlier than this message.",
+        tell="The real error comes before this message, in the log of the node that left first.",
         fix=(
             "Use a new ID for every job, such as `--rdzv-id=$SLURM_JOB_ID`. Make sure that all nodes join in time "
             "(`--rdzv-conf=join_timeout=600`), and read the log of the node that failed first. If you run several "
@@ -385,7 +385,7 @@ AGENTS = (
         tell="`python -m fsdp_helpers doctor` lists orphaned ranks. In `ps -ef`, an orphan's parent is process 1.",
         fix=(
             "Ask Linux to kill each rank when its agent dies (`prctl`), and lock the folder, as `train` does. "
-            "[10](10_many_machines.ipynb) lists all the ways that a job can end."
+            "[Notebook 10](10_many_machines.ipynb) lists all the ways that a job can end."
         ),
         behavior=(
             "two runs write to the same folder; ranks of a killed torchrun still train",
@@ -406,12 +406,12 @@ AGENTS = (
             "disk, ranks on several nodes wait for one another."
         ),
         tell=(
-            "`py-spy dump` shows `wait` in `file_baton.py`. The folder contains a file called `lock` that's older than "
-            "the job."
+            "`py-spy dump` shows `wait` in `file_baton.py`. The extension's folder contains a file called `lock` "
+            "that's older than the job."
         ),
         fix=(
-            "Run `rm -rf ~/.cache/torch_extensions`, then build on one rank first, or install a prebuilt version of "
-            "the extension. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk."
+            "Run `rm -rf ~/.cache/torch_extensions`, and then build the extension on a single rank first. Or install a "
+            "prebuilt version. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk."
         ),
         behavior=(
             "hangs while loading or compiling an extension: fused_adam, cpu_adam, deformable attention, ninja",

@@ -1,4 +1,4 @@
-"""Models that take different paths across ranks or when recomputed in backward, and a step that fails halfway."""
+"""Models whose path differs between ranks or in recomputation, and a step that fails halfway."""
 
 import torch
 from torch import Tensor, nn
@@ -223,11 +223,11 @@ BRANCHES = (
         name="wrong-unused-parameters",
         title="Ranks use different heads, and their gradients are mixed up",
         why=(
-            "FSDP2 packs whatever gradients a unit has into one buffer and reduces the buffer. Rank 0 has a gradient "
-            "for head 0, and rank 1 has one for head 1. The two gradients end up in the same place in the buffer, so "
-            "they're added together without an error. In DDP, `find_unused_parameters=True` handles this."
+            "FSDP2 packs whatever gradients a unit has into one buffer and reduces the buffer. Here, rank 0 has a "
+            "gradient for head 0, and rank 1 has one for head 1. Both gradients end up in the same place in the buffer "
+            "and are added together, without an error. Under DDP, `find_unused_parameters=True` prevents this."
         ),
-        tell="One head's gradient includes the other head's. Compare with one process or with DDP.",
+        tell="One head's gradient includes the other head's. Compare with a run in one process or under DDP.",
         fix=(
             "Call `model.set_reduce_scatter_unused_params(True)` (PyTorch 2.13 or later), so that parameters without "
             "a gradient contribute zeros."
@@ -252,7 +252,7 @@ BRANCHES = (
         ),
         tell=(
             "Run one backward pass without DDP, and print `[n for n, p in model.named_parameters() if p.requires_grad "
-            "and p.grad is None]`. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names these parameters, too."
+            "and p.grad is None]`. `TORCH_DISTRIBUTED_DEBUG=DETAIL` also names these parameters."
         ),
         fix=(
             "Use `DistributedDataParallel(model, find_unused_parameters=True)`. Better yet, freeze or remove layers "
@@ -299,11 +299,11 @@ BRANCHES = (
             "half of the other. If the shapes differ, gloo aborts and NCCL hangs. This happens with a vision tower "
             "that's skipped when a batch has no images, or with an expert that gets no tokens."
         ),
-        tell="Trace the forward pass on each rank: the units, or the number of units, will differ.",
+        tell="Trace the forward pass on each rank: the ranks call different units, or a different number of units.",
         fix=(
             "Call every unit on every rank, in the same order. If you don't need a unit's output, call the unit on a "
-            "dummy input and give its output a weight of 0: `loss + 0.0 * tower(blank).sum()`. Or keep the layers that "
-            "only some ranks use in the root unit, with `set_reduce_scatter_unused_params(True)`."
+            "dummy input and give its output a weight of 0: `loss + 0.0 * tower(blank).sum()`. Or, if only some ranks "
+            "use a layer, leave that layer in the root unit and call `set_reduce_scatter_unused_params(True)`."
         ),
         numbers=("a shared body's gradient is wrong where ranks run different experts",),
         behavior=(
@@ -380,12 +380,12 @@ BRANCHES = (
         name="memory-after-oom",
         title="After one step runs out of memory, every later step uses more memory and trains wrongly",
         why=(
-            "An exception in the middle of backward leaves the units unsharded. If you catch it and go on to the next "
-            "batch, they stay that way: each rank holds full parameters and full gradients, and doesn't reduce them. "
-            "No error is raised."
+            "An exception in the middle of backward leaves the units unsharded. If you catch the exception and go on "
+            "to the next batch, the units stay that way: each rank holds full parameters and full gradients, and the "
+            "gradients aren't reduced. No error is raised."
         ),
         tell=(
-            "Between steps, memory is higher than before the failure, and `type(next(model.parameters()))` isn't "
+            "Between steps, memory use is higher than before the failure, and `type(next(model.parameters()))` isn't "
             "DTensor."
         ),
         fix=(

@@ -1,4 +1,4 @@
-"""It crashes, with a message that's clear once you've seen it."""
+"""It crashes, with a message that makes sense once you know the cause."""
 
 import torch
 import torch.distributed as dist
@@ -190,15 +190,15 @@ CRASHES = (
         name="crash-skipped-step",
         title="One rank skips a batch, and a process is aborted",
         why=(
-            "Rank 1 skips a step whose loss is NaN. Its next all-gather is matched with rank 0's gradient reduction. "
-            "gloo receives more bytes than it expects, so it aborts the process from C++. NCCL would hang instead, or "
-            "mix up the data."
+            "Rank 1 skips a step whose loss is NaN, so its next all-gather is matched with rank 0's gradient "
+            "reduction. The gloo backend receives more bytes than it expects, and its C++ code aborts the process. "
+            "NCCL would hang or mix up the data instead."
         ),
         tell=(
-            "The last line on standard error is *Received data size doesn't match expected size*, which means that "
-            "two ranks are in different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` tells you which ones."
+            "The last line on standard error is *Received data size doesn't match expected size*, which means that two "
+            "ranks are in different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` tells you which collectives."
         ),
-        fix="Decide together: all-reduce the flag, and skip the step on all ranks or on none.",
+        fix="Make the decision together: all-reduce a flag, and skip the step on all ranks or on none.",
         messages=(
             "Received data size doesn't match expected size",
             "Signal 6 (SIGABRT) received by PID",
@@ -232,13 +232,13 @@ CRASHES = (
         name="crash-mixed-tensor-dtensor",
         title="got mixed torch.Tensor and DTensor",
         why=(
-            "A unit's hooks unshard its parameters when you call the unit. If you call `model.forward`, or a layer "
-            "inside the unit, the hooks don't run, and the layer finds shards, which are DTensors."
+            "A unit's hooks unshard its parameters when you call the unit. If you call `model.forward` or a layer "
+            "inside the unit directly, the hooks don't run, and the layer finds shards, which are DTensors."
         ),
         tell="In the traceback, the unit's `__call__` doesn't appear above the failing layer.",
         fix=(
-            "Call the unit. If you need to call an inner module on its own, make it a unit. For a method such as "
-            "`generate`, use `register_fsdp_forward_method(model, 'generate')`."
+            "Call the unit. If you need to call an inner module on its own, make that module a unit. For a "
+            "method such as `generate`, use `register_fsdp_forward_method(model, 'generate')`."
         ),
         messages=("got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor",),
         behavior=(
@@ -294,10 +294,10 @@ CRASHES = (
         title="Parameter is shared with a parameter already managed by another FSDP group",
         why=(
             "A language model's head often uses the embedding's weight, and one tensor can't belong to two units. "
-            "FSDP1 fails later, with a shape that doesn't match. FSDP2 in PyTorch 2.11 doesn't raise an error."
+            "FSDP1 fails later, with a shape mismatch. FSDP2 in PyTorch 2.11 doesn't raise an error."
         ),
         tell="`model.head.weight is model.embedding.weight` is true before sharding.",
-        fix="Put both into one unit, `fully_shard([model.embedding, model.head])`, or leave both in the root unit.",
+        fix="Put both modules into one unit, `fully_shard([model.embedding, model.head])`, or leave both in the root.",
         messages=("is shared with a parameter already managed by another FSDP group",),
         behavior=(
             "a language model with tied embeddings can't be sharded",
@@ -327,7 +327,7 @@ CRASHES = (
         title="fully_shard does not support containers that do not implement forward",
         why=(
             "A unit is unsharded when its `forward` is called. A `ModuleList` or `ModuleDict` doesn't have a "
-            "`forward`, because the model calls the modules in it directly."
+            "`forward`, so the model calls the modules inside it directly."
         ),
         tell="The message names the container.",
         fix=(
@@ -380,15 +380,15 @@ CRASHES = (
         name="crash-encoder-fast-path",
         title="Training works, but evaluation fails inside nn.TransformerEncoderLayer",
         why=(
-            "In evaluation, PyTorch's encoder layer takes a fast path that reads its inner layers' weights instead "
-            "of calling the layers. If the inner layers are FSDP1 units, their weights are empty or flat at that "
+            "In evaluation, PyTorch's encoder layer takes a fast path that reads the inner layers' weights instead "
+            "of calling those layers. If the inner layers are FSDP1 units, their weights are empty or flat at that "
             "point."
         ),
         tell=(
-            "It fails only in `eval()` mode with `no_grad`, and the traceback ends in the encoder layer, not in a "
-            "Linear."
+            "The error occurs only in `eval()` mode with `no_grad`. The traceback ends in the encoder layer, not in a "
+            "linear layer."
         ),
-        fix="Make the whole encoder layer the unit.",
+        fix="Make the whole encoder layer one unit.",
         behavior=("training works, evaluation fails inside nn.TransformerEncoderLayer",),
         broken=units_inside_the_encoder_layer,
         fixed=the_encoder_layer_as_unit,

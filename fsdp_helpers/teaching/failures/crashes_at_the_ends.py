@@ -197,7 +197,7 @@ CRASHES_AT_THE_ENDS = (
         ),
         fix=(
             "Start the script with `torchrun --standalone --nproc-per-node 8 train.py`. Under Slurm, start one "
-            "torchrun per node, as in [10](10_many_machines.ipynb)."
+            "torchrun per node, as in [notebook 10](10_many_machines.ipynb)."
         ),
         messages=("environment variable RANK expected, but not set",),
         behavior=(
@@ -283,16 +283,16 @@ CRASHES_AT_THE_ENDS = (
     ),
     Failure(
         name="crash-connection-closed",
-        title="A healthy rank is the one that fails",
+        title="The rank that raises the error is the healthy one",
         why=(
-            "Rank 1 had fewer batches, so it finished first and exited. Rank 0 then finds its connection closed, and "
+            "Rank 1 has fewer batches, so it finishes first and exits. Rank 0 then finds its connection closed, and "
             "its traceback points at an innocent all-reduce."
         ),
         tell=(
-            "The message is about a connection, not about your code. Look at the *other* ranks: which one ended "
+            "The message is about a connection, not about your code. Look at the *other* ranks: which one exited "
             "first, and with what exit status? `launch` calls the roll and names the missing rank."
         ),
-        fix="Have all ranks agree on the number of steps before the loop. Here, they all use the smallest number.",
+        fix="Have all ranks agree on the number of steps before the loop. Here, all ranks use the smallest number.",
         messages=(
             "Connection closed by peer",
             "This is typically caused by a remote worker",
@@ -356,13 +356,13 @@ CRASHES_AT_THE_ENDS = (
         name="crash-port-in-use",
         title="The server socket has failed to listen: address already in use",
         why=(
-            "A fixed port such as 29500 goes to whoever takes it first, which may be someone else's run or a leftover "
-            "process of your own."
+            "A fixed port such as 29500 belongs to whichever process opens it first. That may be someone else's run, "
+            "or a leftover process of yours."
         ),
         tell=(
-            "The error names the port. `ss -ltnp | grep PORT` shows which process has it, and `doctor` lists leftovers."
+            "The error names the port. `ss -ltnp | grep PORT` shows the process using it, and `doctor` lists leftovers."
         ),
-        fix="Let the system choose a free port: port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
+        fix="Let the system choose a free port: use port 0, `torchrun --standalone`, or `--rdzv-endpoint=localhost:0`.",
         messages=(
             "The server socket has failed to listen on any local network address",
             "EADDRINUSE",

@@ -1,4 +1,4 @@
-"""An entry in the gallery: what breaks, how it looks, why it happens, and how to fix it. Doesn't import torch."""
+"""An entry in the gallery: what breaks, what you see, why, and how to fix it. This module doesn't import torch."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A failure, whose name begins with the symptom and is also the anchor on the page.
+    """A failure. Its name begins with the symptom and is also the failure's anchor on the page.
 
     `broken` and `fixed` are rank functions that return named numbers; `right` computes the same numbers in one process,
     without ranks. All three are None for a failure that has a `source` and isn't run here. A broken run ends in an

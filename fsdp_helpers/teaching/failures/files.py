@@ -139,17 +139,17 @@ FILES = (
         name="save-full-into-shards",
         title="A full checkpoint doesn't load into a sharded model",
         why=(
-            "The model's parameters are DTensors (or flat, with FSDP1), but the file has full tensors under their "
-            "plain names. `load_state_dict` would have to copy full tensors into shards, and it can't."
+            "The model's parameters are DTensors (or flat parameters, with FSDP1), but the file contains full tensors "
+            "under their plain names. `load_state_dict` would have to copy full tensors into shards, which it can't do."
         ),
         tell=(
-            "It fails in `copy_`, or it complains about a size mismatch in which one size is a single number, the "
+            "The error comes from `copy_`, or it reports a size mismatch in which one size is a single number, the "
             "length of a flat parameter."
         ),
         fix=(
             "Call `set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, "
-            "broadcast_from_rank0=True))`. With FSDP1, load inside `FSDP.state_dict_type(model, "
-            "StateDictType.FULL_STATE_DICT)`, or before wrapping."
+            "broadcast_from_rank0=True))`. With FSDP1, load the file before wrapping, or inside "
+            "`FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)`."
         ),
         messages=(
             "While copying the parameter named",
@@ -176,8 +176,8 @@ FILES = (
         name="save-sharded-folder",
         title="The checkpoint is a folder of __0_0.distcp files",
         why=(
-            "A sharded checkpoint (DCP, SHARDED_STATE_DICT) has one file per rank and a `.metadata` file. "
-            "`torch.load` and `from_pretrained` expect a single file, or safetensors."
+            "A sharded checkpoint (DCP, SHARDED_STATE_DICT) has one file per rank and a `.metadata` file. `torch.load` "
+            "and `from_pretrained` expect a single file or safetensors files."
         ),
         tell=(
             "The folder contains `__0_0.distcp`, or the folder is named `pytorch_model_fsdp_0` or `global_step`. If "
@@ -225,9 +225,9 @@ FILES = (
         ),
         tell="The message names the class that isn't allowed.",
         fix=(
-            "Save plain dictionaries of tensors. Load a file that you trust under "
-            "`torch.serialization.safe_globals([argparse.Namespace])`, then save it again. Use `weights_only=False` "
-            "only for your own files."
+            "Save plain dictionaries of tensors. If you trust a file, load it under "
+            "`torch.serialization.safe_globals([argparse.Namespace])`, and then save it again. Use "
+            "`weights_only=False` only for your own files."
         ),
         messages=("Weights only load failed",),
         behavior=(

@@ -68,7 +68,7 @@ GALLERY = {
 
 @dataclass(frozen=True)
 class Seen:
-    """The outcome of a run: each rank's numbers, or the error it ended with."""
+    """The outcome of a run: each rank's numbers, or the error that ended it."""
 
     numbers: tuple[Numbers, ...] = ()
     error: str = ""
@@ -137,7 +137,7 @@ def shows_symptom(failure: Failure, seen: Seen) -> bool:
 
 
 def comes_out_as_said(failure: Failure, seen: Seen) -> bool:
-    """Return whether a broken run ends as expected: with the symptom, unless PyTorch is too old for the problem."""
+    """Return whether a broken run ends as expected: with the symptom, unless PyTorch is too old to show it."""
     return shows_symptom(failure, seen) == (not failure.not_in or torch_release() > failure.not_in)
 
 

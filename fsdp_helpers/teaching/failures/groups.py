@@ -183,8 +183,8 @@ GROUPS = (
         ),
         tell="`dist.is_initialized()` is True before your call.",
         fix=(
-            "Write `if not dist.is_initialized(): dist.init_process_group(...)`. If you use a framework, let it make "
-            "this call."
+            "Write `if not dist.is_initialized(): dist.init_process_group(...)`. If you use a framework, let the "
+            "framework make this call."
         ),
         messages=(
             "trying to initialize the default process group twice!",
@@ -208,7 +208,7 @@ GROUPS = (
         title="The mesh's size doesn't match the number of ranks",
         why=(
             "The product of the mesh's dimensions has to be the world size. If you ask for a mesh of eight ranks and "
-            "the job has one, you forgot to use torchrun."
+            "the job has only one rank, you forgot to use torchrun."
         ),
         tell="Print `dist.get_world_size()` and the mesh's shape.",
         fix=(
@@ -320,17 +320,17 @@ GROUPS = (
         name="crash-gather-shapes",
         title="all_gather with tensors of different shapes",
         why=(
-            "A collective doesn't send shapes along, so every rank has to pass a tensor of the same shape and dtype. "
-            "The shapes differ if the last batch is smaller, if texts have different lengths, or if each image has a "
-            "different number of boxes."
+            "A collective doesn't send shapes, so every rank has to pass a tensor of the same shape and dtype. The "
+            "shapes differ if the last batch is smaller, or if texts or lists of boxes have different lengths."
         ),
         tell=(
             "Print `tensor.shape, tensor.dtype` on every rank just before the call. gloo aborts the process that "
             "receives too much. NCCL may not report anything: the numbers come back mixed up, or the call hangs."
         ),
         fix=(
-            "All-gather the lengths, pad to the longest, all-gather, and truncate. `accelerator.pad_across_processes` "
-            "and `gather_for_metrics` do this for you. For Python objects of any size, use `dist.all_gather_object`."
+            "All-gather the lengths, pad the tensors to the longest, all-gather them, and truncate. "
+            "`accelerator.pad_across_processes` and `gather_for_metrics` do this for you. For Python objects of any "
+            "size, use `dist.all_gather_object`."
         ),
         messages=("Received data size doesn't match expected size",),
         behavior=(
@@ -370,10 +370,10 @@ GROUPS = (
         name="crash-sharded-twice",
         title="A module or a mesh is used for FSDP twice",
         why=(
-            "Running a cell twice, or calling the framework's `prepare`, shards a unit again. Or a loop over "
-            "`model.modules()` starts with the root, which takes all the parameters. The layers' parameters are then "
-            "already DTensors, so `fully_shard` assumes that they belong to a different mesh dimension and can't find "
-            "their mesh."
+            "Running a cell twice, or calling a framework's `prepare` on a sharded model, shards a unit again. Or a "
+            "loop over `model.modules()` starts with the root, which takes all the parameters. The layers' parameters "
+            "are then already DTensors, so `fully_shard` assumes that they belong to a different mesh dimension and "
+            "can't find their mesh."
         ),
         tell="`isinstance(model, FSDPModule)` is True before your call.",
         fix=(
@@ -404,7 +404,7 @@ GROUPS = (
         title="Clipping or the optimizer combines DTensors on two meshes",
         why=(
             "With FSDP and a second dimension (`tp`, `ep`), some parameters are on a one-dimensional mesh and others "
-            "on a two-dimensional one. Clipping stacks the norms of all gradients, and in older versions, the "
+            "are on a two-dimensional mesh. Clipping stacks the norms of all gradients, and in older versions, the "
             "optimizers' foreach and fused kernels take all parameters in one call."
         ),
         tell=(

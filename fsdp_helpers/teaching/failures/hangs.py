@@ -1,4 +1,4 @@
-"""It hangs: ranks wait for a collective that the others don't take part in."""
+"""It hangs: some ranks wait in a collective that other ranks don't call."""
 
 import re
 from datetime import timedelta
@@ -184,14 +184,14 @@ HANGS = (
         name="hang-uneven-batches",
         title="The evaluation of a sharded model never ends",
         why=(
-            "With five images on two ranks, rank 0 has one batch more. Each forward all-gathers every unit, so rank 0 "
-            "waits in an all-gather while rank 1 is already in the all-reduce of the results. Under DDP, or with a "
-            "single unit that stays unsharded, the same loop works, because its forward has no collective."
+            "With five images on two ranks, rank 0 has one extra batch. Each forward pass all-gathers every unit, so "
+            "rank 0 waits in an all-gather while rank 1 is already in the final all-reduce. The same loop works under "
+            "DDP, or with a single unit that stays unsharded, because a forward pass then needs no collective."
         ),
-        tell="One rank waits inside the model, the other after the loop. Count the batches of each rank.",
+        tell="One rank waits inside the model, and the other waits after the loop. Count the batches on each rank.",
         fix=(
-            "Give every rank the same number of batches, even if some are empty. An empty batch runs the all-gathers, "
-            "too."
+            "Give every rank the same number of batches, even if some of the batches are empty. An empty batch still "
+            "runs the all-gathers."
         ),
         messages=(
             "Timed out waiting 1800000ms for send operation to complete",
@@ -241,13 +241,13 @@ HANGS = (
         title="Training stops as soon as rank 0 logs or saves",
         why=(
             "`full_tensor()`, `get_model_state_dict` and `summon_full_params` are collectives: every rank has to "
-            "contribute its shard. Inside `if rank == 0`, only one does."
+            "contribute its shard. Inside `if rank == 0`, only rank 0 does."
         ),
         tell=(
-            "Rank 0 waits in `full_tensor()`, and the others wait in whatever comes next. Search for collectives "
-            "inside `if rank == 0`."
+            "Rank 0 waits in `full_tensor()`, and the other ranks wait in whichever collective comes next. Search for "
+            "collectives inside `if rank == 0`."
         ),
-        fix="All-gather on every rank, and print or write on one.",
+        fix="Run the all-gather on every rank, but print or write the result on just one.",
         messages=("Timed out waiting 1800000ms for",),
         behavior=(
             "freezes when rank 0 logs, gathers or saves the full state dict",
@@ -294,11 +294,11 @@ HANGS = (
     ),
     Failure(
         name="hang-local-decision",
-        title="Each rank decides for itself when to stop or to save",
+        title="Each rank decides for itself when to stop or save",
         why=(
             "With early stopping, *save if it's the best so far*, a time limit or a signal handler, each rank decides "
-            "based on its own numbers, such as the loss on its validation images. `dist.reduce` gives only rank 0 the "
-            "sum. One rank leaves the loop or starts to save, while the others wait for it."
+            "based on its own numbers, such as the loss on its validation images. `dist.reduce` gives the sum only to "
+            "rank 0. One rank leaves the loop or starts to save, while the others wait for it."
         ),
         tell=(
             "The run hangs only now and then, after good epochs, and never if you save after every epoch. Print the "
@@ -336,16 +336,16 @@ HANGS = (
     ),
     Failure(
         name="hang-order",
-        title="Two ranks wait in two different collectives",
+        title="Two ranks wait in different collectives",
         why=(
-            "Collectives are matched by their order, not by their names. A loop over a set, or over a dictionary that "
-            "each rank filled on its own, may run in a different order on each rank."
+            "Collectives are matched by order, not by name. A loop over a set, or over a dictionary that each rank "
+            "filled on its own, may run in a different order on each rank."
         ),
         tell=(
-            "All ranks wait, each in a different collective. `compare_collectives` names the first place where their "
-            "traces diverge."
+            "All ranks wait, each in a different collective. `compare_collectives` shows the first place where the "
+            "ranks' traces diverge."
         ),
-        fix="Use the same order on every rank: sort the names.",
+        fix="Sort the names, so that every rank uses the same order.",
         messages=(
             "Timed out waiting 1800000ms for recv operation to complete",
             "Timed out waiting 1800000ms for send operation to complete",
@@ -375,11 +375,11 @@ HANGS = (
         name="hang-new-group",
         title="Creating a smaller process group hangs",
         why=(
-            "`new_group` is a collective that all ranks have to call, including those that won't be in the group. "
+            "`new_group` is a collective that all ranks have to call, including ranks that won't be in the group. "
             "Here, rank 1 never calls it."
         ),
-        tell="A rank waits inside `new_group`, before any tensor has moved.",
-        fix="Call `new_group` on every rank, in the same order; `init_device_mesh` does that for you.",
+        tell="A rank waits inside `new_group`, before any tensor has been sent.",
+        fix="Call `new_group` on every rank, in the same order, or let `init_device_mesh` do that for you.",
         behavior=(
             "hangs at the start, in new_group or in a smaller process group",
             "new_group, split_group or a sub-group hangs; only the members of the group call it",
@@ -394,18 +394,18 @@ HANGS = (
         name="hang-default-timeout",
         title="A timeout after half an hour doesn't name the missing rank",
         why=(
-            "By default, a collective gives up after 30 minutes, and its message contains the time in milliseconds "
-            "but not the rank that's missing. Here, the limit is two seconds."
+            "By default, a collective times out after 30 minutes. The error message gives the time in milliseconds, "
+            "but it doesn't name the missing rank. In this run, the limit is two seconds."
         ),
         tell=(
-            "`dist.monitored_barrier` on a gloo group names the first rank that's missing. `launch` and `--timeout` "
-            "call the roll and name all of them."
+            "`dist.monitored_barrier` on a gloo group names the first missing rank. `launch` and the `--timeout` flag "
+            "call the roll and name all missing ranks."
         ),
         fix=(
-            "Pass `init_process_group` a `timeout=` that's longer than your longest step and your longest checkpoint. "
-            "To find the culprit, put a monitored barrier before the collective. Each group has its own limit. "
-            "`new_group` takes `timeout=`, too, and `dist.set_timeout(limit, mesh.get_group())` sets it for a mesh's "
-            "group."
+            "Pass `init_process_group` a `timeout=` that's longer than your longest step and your longest checkpoint "
+            "save. To find the culprit, put a monitored barrier before the collective. Each group has its own timeout. "
+            "`new_group` also accepts `timeout=`, and `dist.set_timeout(limit, mesh.get_group())` changes the timeout "
+            "of a mesh's group."
         ),
         messages=("Timed out waiting 1800000ms for recv operation to complete",),
         behavior=(

@@ -232,7 +232,7 @@ LOADERS = (
             "host memory ran out. Only that rank stops; the others report a timeout or a lost connection."
         ),
         tell=(
-            "The first traceback says *Caught ... in DataLoader worker process*. `num_workers=0` shows the faulty line."
+            "The first traceback says *Caught ... in DataLoader worker process*. To find the line, set `num_workers=0`."
         ),
         fix=(
             "Catch bad samples inside the dataset and replace them, so that every rank still gets the same number of "
@@ -275,7 +275,7 @@ LOADERS = (
             "was opened before the fork is shared by all workers and stops working."
         ),
         tell=(
-            "Training runs with `num_workers=0`. `py-spy dump --pid WORKER` shows a worker waiting inside a library. "
+            "Training works with `num_workers=0`. `py-spy dump --pid WORKER` shows a worker waiting inside a library. "
             "The tokenizers library prints a warning: *The current process just got forked, after parallelism has "
             "already been used*."
         ),
@@ -343,18 +343,18 @@ LOADERS = (
         name="memory-loader-workers",
         title="Loader workers take up more host memory with every epoch",
         why=(
-            "Forked workers share the data set's memory until something writes to it, and Python writes a reference "
+            "Forked workers share the data set's memory until something writes to it, and Python updates a reference "
             "count whenever it touches an object. So a list of a million paths or dictionaries gets copied, page by "
             "page, into each worker of each rank."
         ),
         tell=(
-            "With `num_workers=0`, memory stays flat. The workers' total PSS (from `smem` or "
+            "With `num_workers=0`, memory use stays flat. The workers' total PSS (from `smem` or "
             "`/proc/PID/smaps_rollup`) grows with the number of samples read. The run ends with *Killed* or *Cannot "
             "allocate memory*."
         ),
         fix=(
-            "Keep the metadata in one NumPy array, tensor, Arrow table or memory map, or serialize the list before "
-            "you give it to a `torch.utils.data` dataset. Use fewer workers, and put a limit on any caches inside the "
+            "Keep the metadata in one NumPy array, tensor, Arrow table or memory map, or serialize the list before you "
+            "give it to a `torch.utils.data` dataset. Use fewer workers, and limit the size of any caches inside the "
             "dataset."
         ),
         numbers=("RAM grows steadily in every epoch, GPU memory doesn't",),
@@ -382,8 +382,8 @@ LOADERS = (
         name="slow-data-loader",
         title="GPUs wait for data",
         why=(
-            "N ranks need data N times as fast, but it comes from the same disk and is prepared by the same cores. "
-            "Loader workers restart with every epoch unless they're persistent."
+            "N ranks need data N times as fast, but the data still comes from one disk and is prepared by the same "
+            "cores. Loader workers restart with every epoch unless they're persistent."
         ),
         tell=(
             "If steps run at full speed when you repeat one batch, the loader is the bottleneck. GPU utilization looks "

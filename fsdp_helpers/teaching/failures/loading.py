@@ -62,7 +62,7 @@ def one_copy() -> Numbers:
 
 
 def compiled_weights() -> dict[str, Tensor]:
-    """Return the weights of a compiled model under the names from the model's own `state_dict`."""
+    """Return a compiled model's weights under the names that the model's own `state_dict` uses."""
     return {f"_orig_mod.{name}": tensor for name, tensor in small_model(seed=3).state_dict().items()}
 
 
@@ -224,13 +224,13 @@ LOADING = (
         name="save-one-ranks-shards",
         title="The saved file is too small and doesn't load: size mismatch",
         why=(
-            "On each rank, a sharded model's tensors are that rank's shards, so the file that rank 0 writes contains "
-            "only rank 0's shard of each tensor. Tensors in FSDP1 and ZeRO-3 are even empty (`torch.Size([0])`) unless "
-            "they've been unsharded."
+            "On each rank, a sharded model's tensors are that rank's shards, so a file written on rank 0 contains only "
+            "rank 0's shard of each tensor. With FSDP1 and ZeRO-3, the tensors are even empty (`torch.Size([0])`) "
+            "unless they've been unsharded."
         ),
         tell=(
             "The file is 1/N as large as the model, or only a few hundred kB. The message contains *copying a param "
-            "with shape*, and the first dimension in it is a fraction of the right one, or 0."
+            "with shape*, and the first dimension of that shape is a fraction of the right size, or 0."
         ),
         fix=(
             "Call `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` on "
@@ -286,7 +286,7 @@ LOADING = (
             "before the first step."
         ),
         fix=(
-            "Read the weights on rank 0 alone, with the model on the meta device on all other ranks, and call "
+            "Read the weights only on rank 0, build the model on the meta device on all other ranks, and call "
             "`set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, "
             "broadcast_from_rank0=True))`. Or load shards with `dcp.load`."
         ),
@@ -342,7 +342,7 @@ LOADING = (
         ),
         tell=(
             "Print what `load_state_dict` returns: every key in the model is missing, and every key in the file is "
-            "unexpected. The first loss is that of an untrained model."
+            "unexpected. The first loss is as high as an untrained model's."
         ),
         fix=(
             "Keep `strict=True` (the default). Remove the prefix with `name.removeprefix('_orig_mod.')`, or save with "
@@ -388,8 +388,8 @@ LOADING = (
         name="save-not-set",
         title="dcp.load reads the checkpoint, but the model doesn't change",
         why=(
-            "`dcp.load` fills the dictionary that you pass. A sharded state dict shares its memory with the model, "
-            "but a full one, or one on the CPU, is a copy, so loading into it doesn't change the model."
+            "`dcp.load` fills the dictionary that you pass. A sharded state dict shares its memory with the model. But "
+            "a full state dict, or a state dict on the CPU, is a copy, so loading into it doesn't change the model."
         ),
         tell="A parameter's norm is the same before and after loading.",
         fix=(
@@ -473,13 +473,13 @@ LOADING = (
         name="crash-scalar-parameter",
         title="fully_shard doesn't support scalar parameters",
         why=(
-            "FSDP splits a parameter along its first dimension, and a scalar, such as a logit scale or a layer scale, "
-            "doesn't have one. `fully_shard` also rejects a parameter that isn't contiguous."
+            "FSDP splits each parameter along its first dimension, but a scalar, such as a logit scale or a layer "
+            "scale, has no dimensions. `fully_shard` also rejects a parameter that isn't contiguous."
         ),
         tell="`[name for name, p in model.named_parameters() if p.ndim == 0]` lists the scalars.",
         fix=(
-            "Make it a vector with one element, `nn.Parameter(torch.ones(1))`, and reshape it once in old checkpoints, "
-            "with `tensor.reshape(1)`. If a parameter isn't contiguous, use `parameter.data = "
+            "Replace the scalar with a one-element vector, `nn.Parameter(torch.ones(1))`, and reshape it in old "
+            "checkpoints with `tensor.reshape(1)`. If a parameter isn't contiguous, run `parameter.data = "
             "parameter.data.contiguous()`."
         ),
         messages=("fully_shard doesn't support scalar parameters",),

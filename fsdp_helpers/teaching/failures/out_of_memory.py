@@ -22,7 +22,7 @@ WHOLE_BYTES = 2 * LAYER_BYTES + FP32_BYTES * (2 * WIDTH + 2)
 
 
 def largest_gather(model: nn.Module) -> Numbers:
-    """Return the bytes in the largest all-gather of a step, which is the most that a rank unshards at once."""
+    """Return the number of bytes in a step's largest all-gather, the most that a rank unshards at one time."""
     with trace_collectives() as events:
         model(images()).sum().backward()
     return {"largest gather, bytes": max(event.bytes for event in events if event.op == "all_gather")}
@@ -154,7 +154,7 @@ def recompute_activations(rank: int, world_size: int) -> Numbers:
 
 
 def inputs_of_blocks() -> Numbers:
-    """Return the total bytes of three blocks' inputs and the loss; the first block's input is the batch."""
+    """Return the total size in bytes of three blocks' inputs and the loss; the first block's input is the batch."""
     return {"bytes that wait for backward": 3 * images(64).nbytes + FP32_BYTES}
 
 
@@ -163,19 +163,19 @@ MEMORY = (
         name="memory-root-only",
         title="fully_shard doesn't lower peak memory",
         why=(
-            "`fully_shard(model)` on its own makes the entire model one unit. It's all-gathered before the first "
-            "layer, so every rank holds all parameters during forward and backward."
+            "`fully_shard(model)` on its own makes the entire model one unit. That unit is all-gathered before the "
+            "first layer runs, so every rank holds all parameters during forward and backward."
         ),
         tell=(
-            "There's only one all-gather per forward. Count them with `CommDebugMode`, or with `trace_collectives` in "
-            "this package."
+            "There's only one all-gather per forward pass. Count the all-gathers with `CommDebugMode`, or with this "
+            "package's `trace_collectives`."
         ),
         fix=(
-            "Shard each block first, `for block in model.blocks: fully_shard(block)`, and then the root, "
-            "`fully_shard(model)`."
+            "Shard each block first (`for block in model.blocks: fully_shard(block)`), and then the root "
+            "(`fully_shard(model)`)."
         ),
         numbers=(
-            "one all-gather per forward; the peak is that of the full model",
+            "one all-gather per forward pass; peak memory includes the full model",
             "memory per GPU doesn't change with the number of GPUs",
         ),
         behavior=(
@@ -221,13 +221,13 @@ MEMORY = (
         name="memory-accumulation",
         title="Accumulating gradients takes more memory than a large batch",
         why=(
-            "`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication, but until the last "
-            "micro-batch, every rank keeps full gradients instead of shards."
+            "`no_sync` (FSDP1) and `set_requires_gradient_sync(False)` (FSDP2) save communication, but every rank then "
+            "keeps full gradients instead of shards until the last micro-batch."
         ),
         tell="After the first micro-batch, memory has grown by 4 bytes per parameter of the full model.",
         fix=(
-            "Leave out `model.set_requires_gradient_sync(False)`, so that gradients are reduced after each "
-            "micro-batch. Use it only if full gradients fit."
+            "Let gradients be reduced after each micro-batch: leave out `model.set_requires_gradient_sync(False)`, "
+            "unless full gradients fit in memory."
         ),
         numbers=("after the first micro-batch, 4 bytes more per parameter of the full model",),
         behavior=(
@@ -250,7 +250,7 @@ MEMORY = (
             "on the GPU."
         ),
         tell="All ranks run out of memory on the line that saves the model.",
-        fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, without ranks.",
+        fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, in one process.",
         behavior=(
             "out of memory when the model is saved: after the last epoch, in a checkpoint, in the full state dict",
             "out of memory after training has finished, in save_model",
@@ -284,13 +284,13 @@ MEMORY = (
         name="memory-activations",
         title="Out of memory in the first steps, even though everything is sharded",
         why=(
-            "Sharding divides the parameters, the gradients and the optimizer's state, but nothing else. Activations "
-            "grow with the batch and the sequence length, and logits grow with the vocabulary. Each unit is "
+            "Sharding divides the parameters, the gradients and the optimizer state, but nothing else. Activations "
+            "grow with the batch size and the sequence length, and logits grow with the vocabulary. Each unit is "
             "all-gathered in full on every rank, and Adam's state isn't allocated until the first step."
         ),
         tell=(
-            "Halve the batch per rank, and see whether it fits. `torch.cuda.max_memory_allocated()` after forward, "
-            "backward and step shows which of the three is to blame."
+            "Halve the batch size per rank, and see whether the step fits. Print `torch.cuda.max_memory_allocated()` "
+            "after forward, after backward and after the optimizer step, to see where the peak occurs."
         ),
         fix=(
             "Use activation checkpointing for each block, a smaller micro-batch with accumulation, a loss computed in "

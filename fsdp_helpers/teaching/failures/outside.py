@@ -169,8 +169,8 @@ OUTSIDE = (
         title="Expected to mark a variable ready only once",
         why=(
             "DDP counts each parameter's gradient once per backward pass. Reentrant activation checkpointing starts a "
-            "second backward pass inside the first, and DDP's search for unused parameters doesn't know about it. "
-            "Using a module twice has the same effect."
+            "second backward pass inside the first, which DDP's search for unused parameters doesn't know about. Using "
+            "a module twice has the same effect."
         ),
         tell=(
             "The error occurs with `use_reentrant=True`, the old default of transformers' gradient checkpointing, but "
@@ -210,8 +210,8 @@ OUTSIDE = (
         name="crash-no-sharding-strategy",
         title="Sharding propagation failed: an operation that DTensor doesn't know",
         why=(
-            "DTensor needs a rule for how each operation works on shards, and rare operations don't have one. They "
-            "turn up in logged statistics, custom optimizers and initialization code."
+            "DTensor needs a rule for how each operation works on shards. Rare operations, which turn up in logged "
+            "statistics, custom optimizers and initialization code, don't have one."
         ),
         tell="The message names the operation, which starts with `aten.`. Before `fully_shard`, the same line works.",
         fix=(

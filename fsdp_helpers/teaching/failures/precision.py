@@ -1,4 +1,4 @@
-"""Number formats: weights without fp32 masters, a loss that overflows, and a unit with two formats."""
+"""Number formats: training without fp32 master weights, a loss that overflows, and a unit with two dtypes."""
 
 import torch
 from torch import nn
@@ -139,7 +139,7 @@ PRECISION = (
             "step changes."
         ),
         fix=(
-            "Load in fp32, and compute in bf16: `fully_shard(model, "
+            "Load the model in fp32, and compute in bf16: `fully_shard(model, "
             "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`."
         ),
         numbers=("a few percent of the weights change in a step",),
@@ -257,13 +257,13 @@ PRECISION = (
         name="memory-frozen-in-fp32",
         title="FSDP2 with adapters takes more memory than FSDP1",
         why=(
-            "Something cast the full model to fp32, including the frozen base, so weights that never change are "
-            "stored in fp32, too. With FSDP1, accelerate casts only the trainable parameters."
+            "The full model was cast to fp32, including the frozen base, so even weights that never change are stored "
+            "in fp32. With FSDP1, accelerate casts only the trainable parameters."
         ),
         tell="`{p.dtype for p in model.parameters() if not p.requires_grad}` contains `float32`.",
         fix=(
             "After loading, run `for p in model.parameters(): p.data = p.data.to(torch.float32 if p.requires_grad else "
-            "torch.bfloat16)`, and put the adapters in units of their own."
+            "torch.bfloat16)`, and put the adapters in separate units."
         ),
         behavior=(
             "FSDP2 takes more GPU memory, or more memory than FSDP, with LoRA",

@@ -143,7 +143,7 @@ def one_line() -> Numbers:
 RECIPES = (
     Failure(
         name="wrong-schedule-steps",
-        title="The schedule runs N times too fast or too slowly",
+        title="The schedule runs N times too fast or too slow",
         why=(
             "In every training step, accelerate's scheduler steps once per process, as if the data weren't split "
             "across ranks. A schedule made for the sharded loader's length therefore ends after 1/N of the training. "
@@ -154,7 +154,7 @@ RECIPES = (
             "`len(loader)` *after* `prepare`."
         ),
         fix=(
-            "Create the schedule with `num_training_steps * accelerator.num_processes`, don't pass the scheduler to "
+            "Create the schedule with `num_training_steps * accelerator.num_processes`, keep the scheduler out of "
             "`prepare`, or use `Accelerator(step_scheduler_with_optimizer=False)`. Step the scheduler only when the "
             "optimizer steps."
         ),
@@ -183,13 +183,13 @@ RECIPES = (
             "still the one for a small batch."
         ),
         tell=(
-            "The global batch is per-rank batch × ranks × micro-batches. Print the global batch and the number of "
-            "steps, and compare both with the single-GPU run. If you divide one rank's counts by the size of the full "
-            "data set, the result is off by a factor of N."
+            "Compare the global batch size (per-rank batch size × ranks × micro-batches) and the number of steps with "
+            "the single-GPU run. If you divide one rank's counts by the size of the full data set, the result is off "
+            "by a factor of N."
         ),
         fix=(
-            "Divide the per-rank batch by N (you get the same curve), or keep it and scale up the learning rate, with "
-            "a warmup. For metrics, reduce the counts with `dist.all_reduce(correct)` before dividing."
+            "Divide the per-rank batch size by N (which gives the same curve), or keep that size and raise the "
+            "learning rate, with a warmup. For metrics, call `dist.all_reduce(correct)` before dividing."
         ),
         numbers=(
             "the accuracy is divided by the number of GPUs: 89% on one, 29% on three",

@@ -283,11 +283,11 @@ SAVING = (
         name="save-plain-optimizer-state",
         title="After resuming, the loss jumps up",
         why=(
-            "`dcp.load` fills the tensors that you give it. A new Adam doesn't have any yet, so there's nothing to "
-            "fill in `optimizer.state_dict()`, and the moments stay in the file. No error is raised."
+            "`dcp.load` fills the tensors that you pass. A new Adam optimizer doesn't have any moments yet, so "
+            "`optimizer.state_dict()` has nothing to fill, and the saved moments stay in the file. No error is raised."
         ),
         tell="After loading, `optimizer.state` is empty until the first step.",
-        fix="Use `get_state_dict` and `set_state_dict`, which create the moments first and name them by parameter.",
+        fix="Use `get_state_dict` and `set_state_dict`, which create the moments and key them by parameter name.",
         numbers=("the loss jumps up after a resume, and needs many steps to come back",),
         behavior=(
             "each resume seems to restart from scratch; the optimizer's state is not restored",
@@ -327,8 +327,8 @@ SAVING = (
         name="save-missing-key",
         title="Missing key in checkpoint state_dict",
         why=(
-            "`dcp.load` needs every entry of the dictionary that it fills. Either the checkpoint has the entry under a "
-            "different name (by number, with a prefix, nested differently), or doesn't have the entry at all. For "
+            "`dcp.load` needs every entry of the dictionary that it fills. The checkpoint either has the entry under a "
+            "different name (by number, with a prefix, nested differently) or doesn't have the entry at all. For "
             "example, Adam has no moments for a parameter that hasn't had a gradient yet, such as a head that's used "
             "later, but a new optimizer asks for those moments."
         ),
@@ -337,8 +337,8 @@ SAVING = (
             "checkpoint."
         ),
         fix=(
-            "Save and load with the same `get_state_dict(model, optimizer)`, and remove any entries from the "
-            "dictionary that aren't in the checkpoint."
+            "Save and load with the same `get_state_dict(model, optimizer)`, and remove from the dictionary any "
+            "entries that aren't in the checkpoint."
         ),
         messages=("Missing key in checkpoint state_dict",),
         behavior=(
@@ -376,11 +376,11 @@ SAVING = (
         name="save-schedule-lost",
         title="After resuming, the learning rate starts over",
         why=(
-            "The schedule has its own step counter. If it isn't saved, the next job warms up, or decays, from the "
-            "beginning."
+            "The schedule has its own step counter. If that counter isn't saved, the next job starts the warmup or the "
+            "decay over."
         ),
-        tell="Log the learning rate of every step; it jumps where the job was resumed.",
-        fix="Save `schedule.state_dict()` together with the optimizer's.",
+        tell="Log the learning rate in every step: it jumps where the job was resumed.",
+        fix="Save `schedule.state_dict()` together with the optimizer state.",
         numbers=("the learning rate starts over after a resume",),
         behavior=(
             "the learning rate is wrong after resuming; warmup starts again",
@@ -398,10 +398,10 @@ SAVING = (
         title="PytorchStreamReader failed reading zip archive",
         why="The job was killed while it was overwriting its only checkpoint.",
         tell=(
-            "The file is smaller than the one before. If it's a `torch.distributed.checkpoint` folder, it has no "
-            "`.metadata`."
+            "The file is smaller than the previous checkpoint. If the checkpoint is a `torch.distributed.checkpoint` "
+            "folder, it has no `.metadata` file."
         ),
-        fix="Write under a temporary name, and rename the file when it's complete. Keep the last two checkpoints.",
+        fix="Write to a temporary file, and rename it when it's complete. Keep the last two checkpoints.",
         messages=("PytorchStreamReader failed reading zip archive",),
         behavior=(
             "a checkpoint can't be read after a killed job",
@@ -488,7 +488,7 @@ SAVING = (
             "you how many images have been seen."
         ),
         tell="Check whether the number of steps times the batch size equals the number of images seen.",
-        fix="Save the number of images seen instead of the number of steps, or refuse a different batch size.",
+        fix="Save the number of images seen instead of the number of steps, or refuse to resume with a different one.",
         numbers=("images seen twice, or not at all, after a resume with a different batch size",),
         behavior=(
             (
@@ -504,12 +504,12 @@ SAVING = (
         name="save-average-lost",
         title="The averaged weights score well, but the saved file contains different weights",
         why=(
-            "The root unit stays unsharded after a forward, since a backward usually follows. After an evaluation, "
-            "there's no backward, so swapping in the averages (EMA) changes the unsharded copy. The next forward uses "
-            "that copy, but saving reshards and drops it."
+            "The root unit stays unsharded after a forward pass, since a backward pass usually follows. In an "
+            "evaluation, no backward pass follows, so swapping in the averaged weights (EMA) changes the unsharded "
+            "copy. The next forward pass uses that copy, but saving reshards the unit and drops the copy."
         ),
         tell="Before the swap, `next(model.parameters())` is a plain parameter, not a DTensor.",
-        fix="Call `model.reshard()` after every evaluation, then swap with `set_model_state_dict`.",
+        fix="Call `model.reshard()` after every evaluation, and then swap the weights with `set_model_state_dict`.",
         numbers=("averaged weights (EMA) score well, but the saved file scores differently",),
         behavior=("EMA weights under FSDP are wrong, equal to the model's, or lost in the checkpoint",),
         broken=swap_after_an_evaluation,

@@ -207,7 +207,7 @@ def half_of_the_tokens() -> Numbers:
 
 
 def count_copied_gradients(model: nn.Module) -> Numbers:
-    """Return how many stride warnings DDP issues in one backward: one for each gradient that it copies."""
+    """Return how many stride warnings DDP issues in one backward pass: one for each gradient that it copies."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(gray_images()).square().mean().backward()
@@ -248,12 +248,12 @@ def no_gradient() -> Numbers:
 SLOW = (
     Failure(
         name="slow-gather-every-micro-batch",
-        title="Accumulation over four micro-batches makes the network four times as busy",
-        why="Each micro-batch is a forward and a backward, and each all-gathers every unit again.",
+        title="Gradient accumulation over four micro-batches makes the network four times as busy",
+        why="Each micro-batch takes a forward pass and a backward pass, and each pass all-gathers the units again.",
         tell="Count the all-gathers in one step: the count grows with the number of micro-batches.",
         fix=(
-            "Keep the parameters unsharded within a step, if they fit: `model.set_reshard_after_forward(False)`, and "
-            "`model.set_reshard_after_backward(is_last)` for each micro-batch."
+            "If the parameters fit, keep them unsharded within a step: call `model.set_reshard_after_forward(False)` "
+            "once, and `model.set_reshard_after_backward(is_last)` for each micro-batch."
         ),
         numbers=(
             "the number of all-gathers grows with the number of micro-batches; the network is four times as busy",
@@ -287,8 +287,8 @@ SLOW = (
         name="slow-many-units",
         title="Each step has hundreds of small collectives",
         why=(
-            "If every linear layer is a unit, each one all-gathers separately. A collective costs at least its "
-            "latency, however little it sends, and peak memory hardly falls any further."
+            "If every linear layer is a unit, each layer is all-gathered separately. A collective costs at least its "
+            "latency, however little it sends, and such small units hardly lower peak memory any further."
         ),
         tell="Count the collectives in one step, and compare the largest unit with the average.",
         fix="Make one unit per block: `for block in model.blocks: fully_shard(block)`.",
@@ -370,7 +370,7 @@ SLOW = (
         title="All ranks wait for the slowest one",
         why=(
             "No collective finishes before the last rank joins. If one GPU is too hot, shares its link or its CPU, or "
-            "gets longer sequences, it slows all ranks down."
+            "gets longer sequences, its rank slows all ranks down."
         ),
         tell=(
             "Time forward and backward on each rank *without* collectives, or look for the rank that enters each "
@@ -378,8 +378,8 @@ SLOW = (
             "the PCIe link's width."
         ),
         fix=(
-            "Balance the work: sort sequences by length, and form batches by number of tokens. Take the slow node out, "
-            "or stop whatever else is running on it. On Slurm, pass `--cpu-bind=cores`."
+            "Balance the work: sort sequences by length, and form batches by number of tokens. Take the slow node out "
+            "of the job, or stop whatever else is running on it. On Slurm, pass `--cpu-bind=cores`."
         ),
         behavior=(
             "one GPU or node is slower than the rest: thermal throttling, clocks, shared CPU, PCIe x1",
@@ -395,8 +395,8 @@ SLOW = (
         title="Grad strides do not match bucket view strides",
         why=(
             "DDP's buckets store each gradient in its parameter's layout. A gradient that arrives in a different "
-            "layout (after `transpose` or `permute`, in 1 x 1 convolutions, with `channels_last` images and a model in "
-            "a different layout) is copied an extra time in every step."
+            "layout (after `transpose` or `permute`, in 1 x 1 convolutions, or with `channels_last` images and a model "
+            "in a different layout) is copied an extra time in every step."
         ),
         tell="It's only a warning; the results are right. The message shows the parameter's sizes and strides.",
         fix=(

@@ -107,13 +107,13 @@ def read_flight_recorder(rank: int, world_size: int) -> tuple[str, list]:
 
 
 def count_gathers_of_a_forward(rank: int, world_size: int) -> tuple[int, int]:
-    """Return PyTorch's all-gather counts for one forward: with only the root sharded, and with a unit per layer."""
+    """Return PyTorch's all-gather counts for a forward pass: with only the root sharded, and with a unit per layer."""
     return gathers(fully_shard(small_model(), mesh=cpu_mesh())), gathers(in_units(small_model()))
 
 
 @torch.no_grad()
 def gathers(model: torch.nn.Module) -> int:
-    """Return the number of all-gathers in one forward."""
+    """Return the number of all-gathers in one forward pass."""
     with CommDebugMode() as counter:
         model(images())
     return counter.get_comm_counts()[torch.ops.c10d._allgather_base_]

@@ -214,12 +214,12 @@ def compile_each_layer(rank: int, world_size: int) -> Numbers:
 WRAPPED = (
     Failure(
         name="crash-training-state",
-        title="FSDP1 is expected to be in FORWARD_BACKWARD, but the current state is IDLE",
+        title="FSDP1 expects the FORWARD_BACKWARD state, but the current state is IDLE",
         why=(
             "FSDP1 expects one forward pass and then one backward pass through each unit, and it puts its hooks on the "
             "tensors that it finds in a unit's outputs. It doesn't find tensors inside an instance of your own class. "
             "The order also breaks if the loss doesn't use a unit's output, if there are two forward passes before a "
-            "backward pass, if a forward pass runs under `inference_mode`, or if one failed and was retried."
+            "backward pass, or if a forward pass runs under `inference_mode` or is retried after an error."
         ),
         tell=(
             "Remove the object around the outputs, the second forward pass, the frozen or unused branch, or "
@@ -227,9 +227,9 @@ WRAPPED = (
             "out-of-memory error that was caught."
         ),
         fix=(
-            "Return tensors, or a tuple, a dictionary or a dataclass of tensors. Run one forward for each backward, "
-            "and use all outputs in the loss. Use `torch.no_grad()` instead of `inference_mode`. Set "
-            "`use_orig_params=True`, and don't make a unit of a module that isn't always used."
+            "Return tensors, or a tuple, a dictionary or a dataclass of tensors. Run one forward pass for each "
+            "backward pass, and use all outputs in the loss. Use `torch.no_grad()` instead of `inference_mode`. Set "
+            "`use_orig_params=True`, and don't wrap a module as a unit if it isn't always used."
         ),
         messages=(
             "expected to be in states [<TrainingState.FORWARD_BACKWARD: 2>] but current state is TrainingState.IDLE",
@@ -240,8 +240,8 @@ WRAPPED = (
             "FSDP has no find_unused_parameters: a part of the model that isn't used in the step fails",
             "an assertion in FSDP's _post_backward_hook or _pre_backward_hook",
             "FSDP training crashes in backward, DDP training works fine",
-            "GAN, reinforcement learning, a teacher or EMA model: several forwards before a backward under FSDP1",
-            "a forward in eval or no_grad between forward and backward; two backward calls",
+            "GAN, reinforcement learning, a teacher or EMA model: several forward passes before a backward pass under FSDP1",
+            "a forward pass in eval or no_grad between forward and backward; two backward calls",
             "accessing parameters or calling state_dict in the middle of a step",
         ),
         quotes={
@@ -280,8 +280,8 @@ WRAPPED = (
         ),
         tell="Search the code between wrapping and the first step for lines that change `model`.",
         fix=(
-            "First build, resize, add adapters and cast; then shard; then create the optimizer. If you need a copy, "
-            "build a second model and call `load_state_dict` on it."
+            "First build the model, resize it, add adapters and cast; then shard it; then create the optimizer. If you "
+            "need a copy, build a second model and call `load_state_dict` on it."
         ),
         messages=(
             "Cannot writeback when the",
@@ -353,7 +353,7 @@ WRAPPED = (
         ),
         tell=(
             "With one micro-batch per step, the numbers are right. Compare `p.grad` across ranks after the last "
-            "backward."
+            "backward pass."
         ),
         fix=(
             "Write `with model.no_sync() if not is_last else nullcontext(): loss = model(batch); loss.backward()`, "
@@ -454,9 +454,9 @@ WRAPPED = (
         name="crash-compile-and-fsdp",
         title="torch.compile fails around or inside FSDP",
         why=(
-            "FSDP's hooks unshard and reshard parameters, which the compiler can't trace. The compiler breaks the "
-            "graph there (an error with `fullgraph=True`), or it fails because a tensor's `.data` has changed. With "
-            "FSDP1's flat parameters, all the tensors change."
+            "The compiler can't trace FSDP's hooks, which unshard and reshard parameters. At a hook, it breaks the "
+            "graph (an error with `fullgraph=True`), or it fails because a tensor's `.data` has changed. With FSDP1's "
+            "flat parameters, every parameter's `.data` changes."
         ),
         tell="The same run works without `torch.compile`. `TORCH_LOGS=graph_breaks` prints where the graph breaks.",
         fix=(

@@ -203,11 +203,11 @@ WRONG = (
         name="wrong-summed-loss",
         title="A single-GPU recipe learns too slowly on eight GPUs",
         why=(
-            "DDP and FSDP average the gradients over the ranks. If the loss is a sum, the result is the gradient of "
-            "the full batch divided by the number of ranks."
+            "DDP and FSDP average the gradients over the ranks. If the loss is a sum, you get the full batch's "
+            "gradient divided by the number of ranks."
         ),
-        tell="The gradient norm is exactly 1/N of that in one process.",
-        fix="Use a mean over the batch. If the loss has to be a sum, call `(loss * world_size).backward()`.",
+        tell="With N ranks, the gradient norm is exactly 1/N of the norm in one process.",
+        fix="Use the mean over the batch. If the loss has to be a sum, call `(loss * world_size).backward()`.",
         numbers=(
             "a gradient norm N times smaller than in one process; the recipe learns too slowly",
             "the effective batch size grows with the number of GPUs; the learning rate no longer fits",
@@ -260,11 +260,11 @@ WRONG = (
         name="wrong-clip-local-norm",
         title="Gradients are clipped by a different factor on each rank",
         why=(
-            "The norm of a rank's shards isn't the norm of the gradient. Each rank scales its shards by a different "
-            "factor, so the direction changes."
+            "The norm of one rank's shards isn't the norm of the full gradient. Each rank scales its shards by a "
+            "different factor, so the gradient's direction changes."
         ),
-        tell="Compute the norm again after clipping: it's above the limit.",
-        fix="Use `nn.utils.clip_grad_norm_`, which understands DTensors. With FSDP1, call `model.clip_grad_norm_`.",
+        tell="Compute the gradient norm again after clipping: it's above the limit.",
+        fix="Use `nn.utils.clip_grad_norm_`, which handles DTensors. With FSDP1, call `model.clip_grad_norm_`.",
         numbers=("a norm above the limit after clipping; each rank clips by a different factor",),
         behavior=(
             "gradient clipping doesn't work, or has no effect, with FSDP",
@@ -333,7 +333,7 @@ WRONG = (
             "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still reduces in bf16. The "
             "more ranks there are, the more is lost to rounding."
         ),
-        tell="Compare one step's gradient norm with the fp32 norm. Here, they differ in the fourth digit.",
+        tell="Compare one step's gradient norm with the fp32 norm. Here, the norms differ in the fourth digit.",
         fix=(
             "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. This doubles the "
             "number of bytes that are reduced."

@@ -168,7 +168,7 @@ def metrics_by_hand() -> Numbers:
 WRONG_DATA = (
     Failure(
         name="wrong-set-epoch",
-        title="The data has the same order in every epoch",
+        title="The data comes in the same order in every epoch",
         why="`DistributedSampler` shuffles based on its seed and its epoch, and only you know which epoch it is.",
         tell=(
             "Print the first indices of two epochs: they're the same. A resumed run that starts again at epoch 0 gets "
@@ -200,11 +200,11 @@ WRONG_DATA = (
         name="wrong-sampler-padding",
         title="The accuracy depends on the number of ranks",
         why=(
-            "`DistributedSampler` pads: with five images on two ranks, it repeats one, so that both have three. In "
-            "training, that hardly matters. In an evaluation, one image counts twice."
+            "`DistributedSampler` pads the data: with five images on two ranks, it repeats one image, so that each "
+            "rank has three. That hardly matters in training, but in an evaluation, the repeated image counts twice."
         ),
-        tell="Add up the images that the ranks evaluated, and compare the sum with the length of the data set.",
-        fix="Split the images among ranks without padding, and divide the sum of hits by the number of images.",
+        tell="Add up how many images each rank evaluated, and compare the sum with the size of the data set.",
+        fix="Split the images among ranks without padding, and divide the total hits by the number of images.",
         numbers=(
             "the accuracy depends on the number of ranks; more images are evaluated than there are in the data set",
             "metrics in a distributed evaluation differ slightly from a single GPU's",
@@ -265,14 +265,14 @@ WRONG_DATA = (
         title="nan from a batch in which every label is ignored",
         why=(
             "A mean over no labels is 0/0. If one rank's micro-batch has only labels of -100 (a prompt, padding, a "
-            "cut-off answer), its loss is nan. `cross_entropy` gives it a gradient of 0, so the mean over the ranks is "
-            "too small, here by half. If you use your own mask, `(loss * mask).sum() / mask.sum()`, every rank's "
-            "gradients become nan."
+            "cut-off answer), its loss is nan. `cross_entropy` gives that rank a gradient of 0, so the mean over the "
+            "ranks is too small, here by half. If you use your own mask, `(loss * mask).sum() / mask.sum()`, every "
+            "rank's gradients become nan."
         ),
         tell="`(labels != -100).sum()` is 0 on one rank. The nan appears at random steps, even in bf16 and fp32.",
         fix=(
             "Call `dist.all_reduce(num_labels)`, then `(loss_sum * world_size / num_labels.clamp(min=1)).backward()`. "
-            "Or filter out such samples."
+            "Or filter out samples without labels."
         ),
         numbers=(
             "the loss is nan for some batches only: all labels are -100 or ignore_index",
@@ -297,16 +297,16 @@ WRONG_DATA = (
         name="wrong-batchnorm",
         title="Ranks disagree in evaluation",
         why=(
-            "The running mean and variance of a BatchNorm are buffers: they aren't sharded, and nothing synchronizes "
+            "A BatchNorm layer's running mean and variance are buffers: they aren't sharded, and nothing synchronizes "
             "them. Each rank computes them from its own images, and a checkpoint keeps only one rank's values."
         ),
         tell="Compare `running_mean` and `running_var` across the ranks.",
         fix=(
             "Before you evaluate or save, average the buffers over the ranks, including the variance: "
             "`dist.all_reduce(buffer); buffer /= world_size`. The averaged variance leaves out the distance between "
-            "the ranks' means. That's next to nothing with shuffled data, but if one of two ranks has values that are "
-            "larger by 2, the result is 1.05 instead of 1.96. `SyncBatchNorm`, on GPUs, includes it, and GroupNorm has "
-            "no running statistics at all."
+            "the ranks' means. With shuffled data, that distance is tiny, but if the values on one of two ranks are "
+            "shifted by 2, the averaged variance is 1.05 instead of 1.96. `SyncBatchNorm`, which needs GPUs, includes "
+            "the distance, and GroupNorm has no running statistics at all."
         ),
         numbers=("running_mean and running_var differ from rank to rank",),
         behavior=(
@@ -333,13 +333,13 @@ WRONG_DATA = (
     ),
     Failure(
         name="wrong-metric-order",
-        title="Logged numbers are impossible",
+        title="The log shows impossible numbers",
         why=(
-            "One rank runs two all-reduces of the same shape in a different order. They match, so nothing hangs, and "
-            "the loss of one rank is added to the image count of the other."
+            "One rank runs two all-reduces of the same shape in the opposite order. The shapes match, so nothing "
+            "hangs, and one rank's loss is added to the other rank's image count."
         ),
-        tell="Trace the collectives: their sizes agree, but their meanings don't. Log a constant whose sum you know.",
-        fix="Reduce in the same order on every rank, or reduce all metrics as one tensor.",
+        tell="A trace shows no mismatch, because the sizes agree. All-reduce a constant, too, and check its sum.",
+        fix="Reduce the metrics in the same order on every rank, or reduce them all as one tensor.",
         numbers=(
             "logged numbers are impossible: one metric contains part of a different one",
             "an accuracy above 1",

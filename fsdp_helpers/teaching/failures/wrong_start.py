@@ -134,13 +134,13 @@ def distance_alone() -> Numbers:
 WRONG_START = (
     Failure(
         name="wrong-different-seeds",
-        title="The first loss is worse than that of one process",
+        title="The first loss is worse than in one process",
         why=(
             "DDP and FSDP1's `sync_module_states` broadcast rank 0's weights. `fully_shard` doesn't send anything: "
-            "each rank keeps the shard of its own initial model, so the full model is a patchwork. Under hybrid "
-            "sharding, the copies also start with different values."
+            "each rank keeps a shard of its own initial model, so the full model is a patchwork. Under hybrid "
+            "sharding, the copies of the model also start with different values."
         ),
-        tell="Compare the norm of a full parameter with the norm in one process.",
+        tell="Compare the norm of a full parameter with its norm in a single-process run.",
         fix=(
             "Use the same seed on every rank until the model is built, or load rank 0's state with "
             "`set_model_state_dict` and `broadcast_from_rank0`."
@@ -168,10 +168,10 @@ WRONG_START = (
         why=(
             "`to_empty` gives every tensor uninitialized memory. Your initialization fills the parameters, but a "
             "buffer that's computed in `__init__`, such as rotary frequencies, keeps whatever was in that memory. "
-            "Loading a checkpoint doesn't help if the buffer isn't in it."
+            "Loading a checkpoint doesn't help if the checkpoint doesn't contain the buffer."
         ),
-        tell="Compare `named_buffers()` with those of a model built on the CPU.",
-        fix="Move the computation into a method, and call it after `to_empty`.",
+        tell="Compare the model's `named_buffers()` with the buffers of a model built on the CPU.",
+        fix="Move the computation into a method, and call that method after `to_empty`.",
         numbers=(
             "nan or nonsense from the first step, with a model from the meta device",
             "the loss is about ln(vocabulary) and stays there",
@@ -191,11 +191,11 @@ WRONG_START = (
         name="wrong-optimizer-first",
         title="The loss doesn't move",
         why=(
-            "`fully_shard` replaces the model's parameters. An optimizer built earlier holds the old tensors, which "
-            "no longer receive gradients. No error is raised."
+            "`fully_shard` replaces the model's parameters. An optimizer built earlier still holds the old tensors, "
+            "which no longer receive gradients. No error is raised."
         ),
         tell="`optimizer.param_groups[0]['params'][0] is next(model.parameters())` is false.",
-        fix="Shard first, then build the optimizer.",
+        fix="Shard the model first, and then build the optimizer.",
         numbers=(
             "the loss does not move, does not decrease; parameters are not updating",
             "grad_norm is 0; gradients are None",
@@ -231,12 +231,12 @@ WRONG_START = (
         name="wrong-filled-dict",
         title="The distance from the pretrained weights stays zero",
         why=(
-            "`set_model_state_dict` writes into the dictionary that you give it. Afterward, it holds DTensors, and "
-            "with `broadcast_from_rank0`, these are the model's own parameters, so they change with every step. No "
-            "error is raised."
+            "`set_model_state_dict` writes into the dictionary that you pass. After the call, the dictionary holds "
+            "DTensors. With `broadcast_from_rank0`, these are the model's own parameters, so they change in every "
+            "training step. No error is raised."
         ),
-        tell="`type(next(iter(weights.values())))` was a Tensor before the call and is a DTensor after it.",
-        fix="Pass a copy, `dict(weights)`, or read the file again. The copy is shallow and takes no memory.",
+        tell="`type(next(iter(weights.values())))` is `Tensor` before the call and `DTensor` after it.",
+        fix="Pass a copy, `dict(weights)`, or read the file again. The copy is shallow, so it duplicates no tensors.",
         numbers=("the distance from the pretrained weights stays zero",),
         broken=hand_over_the_weights,
         fixed=hand_over_a_copy,

@@ -59,13 +59,13 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """An SVG element drawn at the origin of its motion, and its keyframes; a part that never changes has just one."""
+    """An SVG element drawn at the origin of its motion, and its keyframes (only one if it never changes)."""
 
     shape: str
     keys: tuple[Key, ...] = (Key(time_s=0.0),)
 
     def at(self, time_s: float) -> Key:
-        """Return the part's position at that time."""
+        """Return the part's position and visibility at a time."""
         place = bisect_right([key.time_s for key in self.keys], time_s)
         if place in (0, len(self.keys)):
             return self.keys[min(place, len(self.keys) - 1)]
@@ -204,7 +204,7 @@ def _moving(step: UnitTrace) -> Iterator[Part]:
 
 
 def places(step: UnitTrace) -> dict[str, Place]:
-    """Return each unit's horizontal position; the width is the unit's share of the bytes."""
+    """Return each unit's horizontal position; the width is proportional to the unit's bytes."""
     room = RIGHT - LEFT - GAP * (len(step.units) - 1)
     whole = sum(unit.full_bytes for unit in step.units)
     found, left = {}, float(LEFT)
@@ -217,7 +217,7 @@ def places(step: UnitTrace) -> dict[str, Place]:
 def parts(step: UnitTrace) -> Iterator[Part]:
     """Yield all boxes, from back to front.
 
-    Raises ValueError for a number of ranks other than two.
+    Raises ValueError if the number of ranks isn't two.
     """
     if len(step.ranks) != 2:
         raise ValueError(f"the picture has room for 2 ranks, but this step has {len(step.ranks)}")
@@ -279,7 +279,7 @@ def _gradients(step: UnitTrace, unit: str, place: Place, rank: int, seen: RankUn
 
 
 def _made(unit: str, place: Place, seen: RankUnits) -> Iterator[tuple[Place, float]]:
-    """Yield each gradient's position in the unit and the time it appears; the last in forward is first in backward."""
+    """Yield each gradient's position in the unit and the time it appears; the last one appears first."""
     made = [one for one in seen.gradients if one.unit == unit]
     whole = sum(one.bytes for one in made)
     group_bytes, end = whole / MANY, 1.0
@@ -296,7 +296,7 @@ def _switch(time_s: float, before: float, after: float) -> tuple[Key, Key]:
 
 
 def _blink(appears_s: float, from_y: float, arrives_s: float, to_y: float, goes_s: float) -> list[Key]:
-    """Return keys: invisible, then moving, then at rest, then gone."""
+    """Return the keyframes of a part that appears, moves, stays for a while, and disappears."""
     return [
         Key(time_s=appears_s, y=from_y, opacity=0),
         Key(time_s=appears_s, y=from_y),
@@ -315,7 +315,7 @@ def in_progress(step: UnitTrace) -> list[tuple[str, Collective]]:
 
 
 def captions(step: UnitTrace) -> list[tuple[str, float, float]]:
-    """Return captions for the events on rank 0, with start and end times, phase by phase."""
+    """Return a caption for each phase on rank 0, with start and end times."""
     phases = step.ranks[0].trace.curve.phases
     more = "; then the unit is resharded" if len(step.units) > 1 else ""
     texts = {**CAPTIONS, "forward": CAPTIONS["forward"] + more}
@@ -334,7 +334,7 @@ def _readings(step: UnitTrace) -> Iterator[Part]:
 
 
 def _for_a_while(shape: str, start_s: float, end_s: float) -> Part:
-    """Return a part that's visible from `start_s` until `end_s`; infinity is the end of the animation."""
+    """Return a part that's visible from `start_s` until `end_s`; infinity means until the animation ends."""
     appears = [Key(time_s=start_s, opacity=0), Key(time_s=start_s)] if start_s > 0 else [Key(time_s=0.0)]
     goes = [Key(time_s=end_s), Key(time_s=end_s, opacity=0)] if end_s < inf else []
     return Part(shape=shape, keys=(*appears, *goes))
@@ -402,12 +402,12 @@ def _curve(step: UnitTrace) -> Iterator[str]:
 
 
 def ddp_bytes(step: UnitTrace) -> int:
-    """Return the bytes a DDP rank holds between steps: 16 bytes per parameter, plus 4 in its buckets."""
+    """Return how many bytes a DDP rank holds between steps: 16 per parameter, plus 4 in its buckets."""
     return 20 * sum(unit.full_bytes for unit in step.units) // 4
 
 
 def thinned(times_s: tuple[float, ...], sizes: tuple[int, ...]) -> list[tuple[float, int]]:
-    """Return the memory curve with at most CURVE_POINTS points: the highest in each interval."""
+    """Return the memory curve thinned to about CURVE_POINTS points: the highest in each interval."""
     kept: dict[int, tuple[float, int]] = {}
     for at_s, size in zip(times_s, sizes, strict=True):
         stretch = int(CURVE_POINTS * at_s / (times_s[-1] or 1))

@@ -56,7 +56,7 @@ def held_parts(record: RankRecord) -> dict[str, int]:
 def peak_parts(peak: Peak, alone: bool = False) -> dict[str, int]:
     """Return the bytes of a predicted peak by kind: full gradients and their shards, gloo's copies and other buffers.
 
-    The input to FSDP2's reduce-scatter counts as full gradients, since it's the same values in a new layout. A process
+    The input to FSDP2's reduce-scatter counts as full gradients, since its values are the same. A process
     that's `alone` has no other rank to average with, so its gradients count as gradients, as they do between steps.
     """
     parts = dict.fromkeys(PEAK_COLORS, 0)

@@ -1,7 +1,7 @@
 """Diagrams of step stages, units and GPU queues. None of them shows measured numbers.
 
-Each function returns `fig, ax` or `fig, axes`. A rank has the state in the filled boxes, but not in the
-empty frames.
+Each function returns `fig, ax` or `fig, axes`. A rank has the state in the filled boxes, but not the state
+in the empty frames.
 """
 
 from collections.abc import Mapping, Sequence
@@ -122,12 +122,12 @@ def _draw_arrow(ax: Axes, left: float, middle: float, label: str) -> None:
 
 
 def draw_units(units: Sequence[str]) -> tuple[Figure, Axes]:
-    """Draw one rank's FSDP2 step, one row per unit (root first): when the rank has full parameters and gradients.
+    """Draw when a rank has full parameters and gradients during an FSDP2 step, one row per unit (root first).
 
     Time runs to the right: forward through the units, then backward through them in reverse. The root stays unsharded
     from its first all-gather to the end of backward, and its gradients stay full from the start of backward, since the
     model ends with a head that belongs to the root. Every other unit is unsharded twice, the second time while backward
-    is still computing the unit after it. In each row, parameters are above gradients, because a rank has both at once.
+    is still computing the unit after it. In each row, parameters are above gradients, because both exist at once.
     """
     root, *below = units
     turn = len(below) + 0.25  # forward ends
@@ -169,7 +169,7 @@ def _draw_stretch(ax: Axes, row: int, start: float, end: float, label: str, grad
 
 
 def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Figure, Axes]:
-    """Draw a GPU's two queues for each choice, one above the other; `given` says what the times are computed from."""
+    """Draw a GPU's two queues for each choice, one above the other; `given` names what the times are computed from."""
     colors = {"forward": FRAME_COLOR, "backward": TEXT_COLOR, **OP_COLORS}
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 0.9 + 0.9 * len(choices)), layout="constrained")

@@ -1,4 +1,4 @@
-"""Figures about plans: a rank's bytes by number of ranks, the fewest ranks that fit, and prediction errors."""
+"""Figures about plans: memory per rank by number of ranks, the fewest ranks that fit, and prediction errors."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""One function per figure: it draws records and returns `fig, ax`."""
+"""One function per figure; each of them draws records and returns `fig, ax`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle

@@ -1,4 +1,4 @@
-"""Figure titles: one sentence each, generated from the figure's numbers, stating the finding."""
+"""Figure titles, generated from a figure's numbers; each one states the finding in one sentence."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
 
 
 def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:
-    """State which runs have the lowest peak, and compare their held and peak bytes with the first run."""
+    """State which runs have the lowest peak, and compare their held and peak bytes with the first run's."""
     (first, base), *others = ranks.items()
     if not others:
         return ""
@@ -121,7 +121,7 @@ def errors_within(errors: Sequence[float], bound: float) -> str:
 
 
 def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
-    """State how many times as long a step takes on the slowest link; `steps_s` is keyed by bandwidth in Mbit/s."""
+    """State the ratio of the slowest link's step time to the unlimited step time; `steps_s` is keyed by Mbit/s."""
     slowest = min(steps_s)
     return (
         f"At {slowest:,.0f} Mbit/s, a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"

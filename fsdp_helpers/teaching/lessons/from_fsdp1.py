@@ -152,13 +152,13 @@ def save_in_one_file(path: str, model: FullyShardedDataParallel, optimizer: Adam
 
 
 def count_twins(path: str) -> tuple[int, int]:
-    """Return how many parameters in a full checkpoint have two equal Adam moments, and how many parameters it has."""
+    """Return how many parameters in a full checkpoint have two equal Adam moments, and how many have moments at all."""
     states = torch.load(path, weights_only=True)["optimizer"]["state"].values()
     return sum(torch.equal(state["exp_avg"], state["exp_avg_sq"]) for state in states), len(states)
 
 
 def write_one_file(folder: str) -> str:
-    """Merge the shards in a single process into one file with FSDP1's own layout; return the file's path."""
+    """In a single process, merge the shards into one file with FSDP1's own layout; return the file's path."""
     path = str(Path(folder) / "from_shards.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it loads without a process group
@@ -214,7 +214,7 @@ def compare_moments(rank: int, world_size: int, folder: str, one_file: str) -> d
 def take_steps(
     model: nn.Module, optimizer: AdamW, rank: int, world_size: int, first_step: int, last_step: int
 ) -> list[float]:
-    """Train from one step to another; return each step's mean loss over the global batch."""
+    """Train from `first_step` up to `last_step`; return each step's mean loss over the global batch."""
     losses = []
     for parts in load_steps(rank, world_size, first_step, last_step):
         images, labels = (torch.cat(column).to(rank_device()) for column in zip(*parts, strict=True))

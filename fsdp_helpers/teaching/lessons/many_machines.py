@@ -14,7 +14,7 @@ from fsdp_helpers.ranks.group import rank_device
 
 
 def add_up_without(rank: int, world_size: int, stopped: int) -> float:
-    """Stop one rank, as a debugger or a frozen machine would, then sum ones across ranks."""
+    """Stop one rank, as a debugger or a frozen machine would, then all-reduce a 1 from every rank."""
     total = torch.ones(1)
     if rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -43,7 +43,7 @@ def write_own_variables(folder: Path) -> None:
 
 
 def read_variables(folder: Path) -> list[dict[str, str]]:
-    """Return the variables that every rank wrote, in rank order."""
+    """Return the variables that each rank wrote, in rank order."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
@@ -88,7 +88,7 @@ def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subproc
 
 
 def own_gpu(number: int) -> dict[str, str]:
-    """Return the variables that give command `number` a separate GPU, as if on a separate machine."""
+    """Return the variables that give command `number` a separate GPU, as if it ran on a separate machine."""
     if are_hidden():
         return {}
     chosen = os.environ.get(VISIBLE, "")
@@ -97,7 +97,7 @@ def own_gpu(number: int) -> dict[str, str]:
 
 
 def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
-    """Run commands concurrently and return their outputs; raise if any fails."""
+    """Run commands concurrently and return their outputs; raise RuntimeError if any of them fails."""
     with started(*commands, **variables) as processes:
         return _finish(processes)
 
@@ -143,7 +143,7 @@ def _workers_of(torchrun: subprocess.Popen, rank: int) -> list[psutil.Process]:
 
 
 def _wait_for_rank(rank: int, torchruns: Sequence[subprocess.Popen]) -> psutil.Process:
-    """Return the process of `rank` once it starts. Raises RuntimeError if a torchrun ends first or takes too long."""
+    """Return the process of `rank` once it starts. Raises RuntimeError if a torchrun exits first or takes too long."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
         for torchrun in torchruns:
@@ -157,7 +157,7 @@ def _wait_for_rank(rank: int, torchruns: Sequence[subprocess.Popen]) -> psutil.P
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
-    """Kill a rank (-9) as soon as `after` exists, then return all of torchrun's output."""
+    """Kill a rank with SIGKILL as soon as the path `after` exists, then return all of torchrun's output."""
     wait_for(after, torchrun)
     worker_of(torchrun, rank).kill()
     return torchrun.communicate(timeout=TIMEOUT_S)[0]
@@ -168,7 +168,7 @@ def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
     for line in torchrun.stdout:
         if line.startswith(beginning):
             return
-    raise RuntimeError(f"the run ended without a line that begins with {beginning!r}")
+    raise RuntimeError(f"the run ended without printing a line that begins with {beginning!r}")
 
 
 def wait_for(after: Path, torchrun: subprocess.Popen) -> None:

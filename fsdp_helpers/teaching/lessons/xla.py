@@ -1,7 +1,7 @@
 """Run PyTorch/XLA scripts in their own environment, or show their saved output if torch_xla isn't installed.
 
 torch_xla needs one particular version of torch, so we don't import it here. A script in notebooks/xla gets a folder
-with its settings, images and initial parameters, runs in the other interpreter, and writes its result as JSON.
+with its settings, images and initial parameters, runs in its own environment, and writes its result as JSON.
 """
 
 import ast
@@ -29,11 +29,11 @@ STUCK = re.compile(r"only (\d+) of them arrived")
 
 
 class XlaMissing(RuntimeError):
-    """Raised when no environment with torch_xla is found; the message says how to get one."""
+    """Raised when no environment with torch_xla is found; the message explains how to get one."""
 
 
 class XlaError(RuntimeError):
-    """Raised when a script fails; the message has the last lines of output and, for a known failure, what to do."""
+    """Raised when a script fails; the message explains a known failure, or has the script's last lines of output."""
 
 
 class XlaTimeout(TimeoutError):
@@ -53,7 +53,7 @@ def find_python() -> Path:
     if python.exists():
         return python
     if chosen:
-        raise ValueError(f"{VARIABLE} names {chosen}, but there is no such file; `make xla` builds one in .venv-xla")
+        raise ValueError(f"{VARIABLE} names {chosen}, but there is no such file; `make xla` adds a Python to .venv-xla")
     raise XlaMissing(f"PyTorch/XLA isn't installed here; run `make xla`, or set {VARIABLE} to a Python that has it")
 
 
@@ -67,7 +67,7 @@ def run_script(
 ) -> object:
     """Run notebooks/xla/NAME.py in `folder` and return its result, or None if it didn't write one.
 
-    `starter`, such as `-m torch.distributed.run`, goes before the script. Raises XlaMissing, XlaTimeout after
+    `starter`, such as `-m torch.distributed.run`, precedes the script. Raises XlaMissing, XlaTimeout after
     `timeout_s` seconds, and XlaError if the script fails. No process outlives the call.
     """
     python = find_python()
@@ -79,7 +79,7 @@ def run_script(
 
 
 def consolidate_shards(folder: Path, prefix: str, *, timeout_s: float = TIMEOUT_S) -> Path:
-    """Merge all replica files into one safetensors file of full tensors, using the library's command; return its path.
+    """Merge all replica files into one safetensors file of full tensors, using torch_xla's command; return its path.
 
     The tensors have the plain model's names, as in the files that `fsdp_helpers.consolidate` writes. Raises the same
     errors as `run_script`.
@@ -133,7 +133,7 @@ def _run(command: list[str], name: str, folder: Path, timeout_s: float) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the script and everything it started: first with SIGTERM, since torchrun then ends its own processes."""
+    """Stop the script and everything it started: SIGTERM first, since torchrun then stops its workers, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -152,7 +152,7 @@ def explain(output: str) -> str:
             "run the script again"
         )
     if "No module named 'torch_xla'" in output:
-        return f"this Python has no torch_xla; run `make xla` to build one that does, or set {VARIABLE} to another"
+        return f"this Python lacks torch_xla; run `make xla` to get one that has it, or set {VARIABLE} to another"
     lines = [line for line in output.splitlines() if line.strip()]
     return "\n".join(lines[-12:]) or "it printed nothing"
 

@@ -1,4 +1,4 @@
-"""References for PyTorch/XLA's FSDP: plain training, FSDP2, and calculated counts. Doesn't need torch_xla."""
+"""References for PyTorch/XLA's FSDP: plain training, FSDP2, and calculated counts. None of this needs torch_xla."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -28,7 +28,7 @@ SHARD_MULTIPLE = 128  # XLA pads every tensor, so that each replica's shard has 
 
 
 def write_inputs(folder: Path, *, steps: int, batch: int, models: Sequence[str]) -> None:
-    """Write batches from the bundled digits for all steps, and the initial parameters of each network."""
+    """Write the batches of bundled digits for all steps, and each network's initial parameters."""
     digits = load_data(folder).train  # a folder without MNIST
     drawn = rank_batches(digits, rank=0, world_size=1, global_batch_size=batch, seed=0, epoch=0)
     images, labels = (torch.stack(part) for part in zip(*islice(drawn, steps), strict=True))
@@ -48,7 +48,7 @@ def train_plain(folder: Path, name: str) -> tuple[list[float], nn.Module]:
 
 
 def train_sharded(rank: int, world_size: int, folder: Path, name: str, units: Sequence[str]) -> dict:
-    """Train the same network with FSDP2; return mean losses, a rank's parameter count, and a step's collectives."""
+    """Train the same network with FSDP2; return mean losses, this rank's parameter count, and a step's collectives."""
     model = shard_units(start_model(folder, name), units, world_size)
     optimizer = start_optimizer(model)
     losses = []
@@ -75,7 +75,7 @@ def answers_of_fsdp2(
 
 
 def answer_differences(weights: Path, folder: Path, name: str, units: Sequence[str]) -> dict[str, float]:
-    """Load a consolidated file into a plain network and FSDP2, and compare their outputs with the trained network's.
+    """Load a consolidated file into a plain and an FSDP2 network, and compare their outputs with the trained network's.
 
     Differences are relative to the largest output.
     """
@@ -129,7 +129,7 @@ def kept_values(tensors: Sequence[Sequence[int]], replicas: int, *, flatten: boo
 
 
 def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, reshard: bool = True) -> dict[str, int]:
-    """Return the counts of all-gathers and reduce-scatters in an XLA step: per tensor or, if `flatten`, per unit.
+    """Return the counts of all-gathers and reduce-scatters in an XLA step; with `flatten`, each unit is one tensor.
 
     The root is all-gathered only once, since it stays unsharded from forward to backward. Without `reshard`, that holds
     for every unit.

@@ -1,6 +1,6 @@
 """The starting point shared by both environments: batches and initial parameters read from files, and the optimizer.
 
-The scripts in notebooks/xla import this too, so it needs only NumPy and whichever torch is installed.
+The scripts in notebooks/xla also import this module, so it needs only NumPy and whichever torch is installed.
 """
 
 from pathlib import Path

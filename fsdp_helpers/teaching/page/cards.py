@@ -15,12 +15,12 @@ TOLD_OF_RANKS = ("exitcode", "error_file", "traceback")  # in torchrun's report
 
 
 def index() -> Markdown:
-    """Return the tables of symptoms, by message, number and behavior, each row with a link to its card."""
+    """Return three tables of symptoms (by message, by behavior and by number); each row links to its card."""
     return Markdown("\n\n".join(f"**{words}**\n\n{index_by(kind)}" for kind, words in KINDS.items()))
 
 
 def index_by(kind: str) -> str:
-    """Return the table for one kind of symptom, in alphabetical order."""
+    """Return the table for one kind of symptom, with its rows in alphabetical order."""
     rows = sorted(
         (row.text, f"[{failure.name}](#{failure.name})", row.source)
         for failure in gallery.GALLERY.values()
@@ -50,7 +50,7 @@ def card(name: str) -> bool:
 
 
 def saved_card(failure: Failure, seen: str, proven: str) -> str:
-    """Return the Markdown of a card with a saved run: what happened in that run, and the proof."""
+    """Return the Markdown for a card with a saved run, given what the run showed and the proof of its fix."""
     code, difference = show.source(failure.broken).code, show.difference(failure.broken, failure.fixed).code
     return "\n\n".join(
         [
@@ -65,13 +65,13 @@ def saved_card(failure: Failure, seen: str, proven: str) -> str:
 
 
 def documented_card(failure: Failure) -> str:
-    """Return the Markdown of a card that isn't run here: its text, and its source."""
+    """Return the Markdown for a card that isn't run here: its text and its source."""
     heading = f"### {failure.name}\n\n**{failure.title}.** *From the documentation, not run here.*"
     return f"{heading}\n\n{explanation(failure)}\n\n**Source.** {failure.source}."
 
 
 def live_card(failure: Failure, plainly: str) -> str:
-    """Return the Markdown above a card that the notebook runs, with the saved output from plain torchrun."""
+    """Return the Markdown above a card that the notebook runs: its heading and any saved output from plain torchrun."""
     return f"### {failure.name}\n\n**{failure.title}.**" + (f" {plainly}" if plainly else "")
 
 
@@ -106,7 +106,7 @@ def in_words(numbers: Numbers) -> str:
 
 
 def proof(fixed: Seen, right: Numbers) -> str:
-    """Return the table that compares the fixed run with the right numbers."""
+    """Return a table comparing the fixed run with the right numbers or, if the run has no numbers, its output."""
     if not fixed.numbers:
         return text_block(as_text(fixed))
     lines = ["| | " + " | ".join(right) + " |", "| :-- |" + " --: |" * len(right)]
@@ -122,10 +122,10 @@ def stacks_of_page(page: str) -> dict[str, str]:
 
 
 def shorten_stack(text: str) -> str:
-    """Return the innermost three frames of a rank's main thread in `text`'s last complete stack, without folders.
+    """Return the three innermost frames of the main thread's last complete stack in `text`, without folders.
 
-    Only the main thread's stack goes down to `run_rank`. The last stack may be incomplete, if the rank was killed
-    while writing it.
+    Only the main thread's stack contains `run_rank`. The last stack may be incomplete if the rank was killed while
+    writing it.
     """
     stacks = text.split("(most recent call first)")
     main_thread = [stack for stack in stacks if "in run_rank\n" in stack]

@@ -26,7 +26,7 @@ SEEN, WHY, PROOF, UNDER_TORCHRUN = "**What you see**\n\n", "\n\n**Why.**", "**Th
 
 
 def main(arguments: Sequence[str], path: Path = NOTEBOOK) -> None:
-    """Update the cards in the notebook, and save the notebook after each failure that runs."""
+    """Update the cards in the notebook; save the notebook after each failure that is run, and at the end."""
     names = {gallery.find(name).name for name in arguments if not name.startswith("--")}
     again = {failure.name for failure in gallery.RUN} if "--run" in arguments else names
     notebook = nbformat.read(path, as_version=4)
@@ -81,7 +81,7 @@ def saved_run(card: str) -> tuple[str, str]:
 
 
 def new_run(failure: Failure) -> tuple[str, str]:
-    """Run a failure broken and fixed; return the outcome and the proof. Reject a run that doesn't match the card."""
+    """Run a failure and its fix; return the outcome and the proof. Raise ValueError if a run doesn't match its card."""
     start_s = time.monotonic()
     broken, seconds = gallery.run_broken(failure), time.monotonic() - start_s
     fixed = gallery.run_fixed(failure)
@@ -100,7 +100,7 @@ def plain_output(failure: Failure) -> str:
 
 
 def keep_tools(notebook: NotebookNode) -> None:
-    """Run the tools that need extra packages, and replace the outputs that the notebook shows."""
+    """Run the tools that need extra packages, and replace their outputs in the notebook."""
     two_ranks = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": gallery.LIMIT_S}
     dump = launch(tools.dump_with_py_spy, **two_ranks)[1]
     stacks = cards.stacks_of_page(launch(tools.read_debug_server, **two_ranks)[1])

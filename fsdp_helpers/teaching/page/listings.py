@@ -1,4 +1,4 @@
-"""A listing in a notebook: monospace, never wrapped, with its own scroll bar, on light and dark pages."""
+"""Code listings for notebooks: monospace, never wrapped, scrollable, and legible on light and dark pages."""
 
 from collections.abc import Iterator
 from html import escape
@@ -32,13 +32,13 @@ CODE = (
 
 
 class Listing:
-    """Code or a diff, with a caption that says where it comes from."""
+    """Code or a diff, with a caption that names its source."""
 
     def __init__(self, code: str, caption: str, language: str = "python") -> None:
         self.code, self.caption, self.language = code, caption, language
 
     def _repr_html_(self) -> str:
-        """Return the HTML that IPython shows; you can reach and scroll the listing by keyboard."""
+        """Return the HTML that IPython shows; readers can focus and scroll the listing with the keyboard."""
         caption = escape(self.caption)
         return (
             f'<div style="{FRAME}"><div style="{CAPTION}">{caption}</div>'

@@ -1,4 +1,4 @@
-"""Everything notebooks show besides figures: source code, tables, and the machine they run on."""
+"""Everything that notebooks show besides figures: source code, tables, and a description of the machine."""
 
 import ast
 import difflib
@@ -22,7 +22,7 @@ EMPTY = ("", "-", "–", "—", "None")  # cells without a number, in a column o
 
 
 def source(*objects: Callable | type) -> Listing:
-    """Show functions or classes as a worker runs them, below the imports they need, so you can copy the code."""
+    """Show the source of functions or classes, below the imports they need, so that readers can copy the code."""
     parts = [textwrap.dedent(inspect.getsource(shown)) for shown in objects]
     imports = needed_imports(*objects)
     return Listing("\n\n".join([imports, *parts] if imports else parts), _places(objects))
@@ -43,7 +43,7 @@ def _short_path(shown: Callable | type) -> str:
 
 
 def needed_imports(*objects: Callable | type) -> str:
-    """Return import statements for exactly the names that `objects` use and their modules import or define."""
+    """Return the import statements that `objects` need, for names that their modules import or define."""
     shown = {thing.__name__ for thing in objects}
     by_module: dict[ModuleType, set[str]] = {}
     for thing in objects:
@@ -98,7 +98,7 @@ def _changes(before: list[str], after: list[str], title: str) -> Listing:
 
 
 def _body(function: Callable) -> list[str]:
-    """Return the lines below the signature and the docstring, from the left margin."""
+    """Return a function's lines below its signature and docstring, without indentation."""
     code = textwrap.dedent(inspect.getsource(function))
     definition: Any = ast.parse(code).body[0]
     first = definition.body[1 if ast.get_docstring(definition) else 0]
@@ -112,7 +112,7 @@ def predictions(
     formula: str = "formula",
     unit: str = "bytes",
 ) -> Markdown:
-    """Show formulas next to their predictions, the measurements, and the ratios of the two.
+    """Show a table of formulas, their predictions, the measurements, and the ratio of measured to predicted.
 
     Each row has a label, the formula as text, and the predicted and measured numbers, both in `unit`. `what` and
     `formula` are the headings of the first two columns.
@@ -136,7 +136,7 @@ def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:
-    """Show a table with numbers (with or without a unit) right-aligned and everything else left-aligned."""
+    """Show a table. Columns of numbers, with or without units, are right-aligned, except for the first column."""
     cells = [[str(cell) for cell in row] for row in rows]
     alignment = ["--:" if _is_numeric([row[column] for row in cells]) else ":--" for column in range(len(headers))]
     lines = [headers, [":--", *alignment[1:]], *cells]  # the first column names the row, even if it's a number
@@ -153,16 +153,16 @@ def machine(
 ) -> str:
     """Set up a notebook on `device` and describe the machine; return the device, "cpu" or "cuda".
 
-    The variable FSDP_DEVICE overrides `device` unless `fixed` is true. On the CPU, GPUs are hidden from this kernel and
-    from every process it starts. The data is prepared, unless `data` says why none is needed. The description
-    lists versions, device, ranks, data, free memory (and how much of it the notebook needs, `needs_bytes`), and idle
-    GPUs. Raises ValueError for "cuda" if there are too few GPUs or torch can't use them.
+    Unless `fixed` is true, the environment variable FSDP_DEVICE overrides `device`. On the CPU, GPUs are hidden from
+    this kernel and from every process it starts. The data is prepared unless `data` explains why none is needed. The
+    description lists versions, device, ranks, data, free memory, the memory that the notebook needs (`needs_bytes`),
+    and idle GPUs. Raises ValueError for "cuda" if there are too few GPUs or torch can't use them.
     """
     import torch
 
     from fsdp_helpers.data.source import describe_source, prepare_data
     from fsdp_helpers.gpus import device_name
-    from fsdp_helpers.ranks.errors import shown_by_message
+    from fsdp_helpers.notebook import shown_by_message
     from fsdp_helpers.teaching.page.this_machine import settle_device
 
     with shown_by_message(ValueError):
@@ -175,5 +175,5 @@ def machine(
 
 
 def script(path: str) -> Listing:
-    """Show a full script, exactly as in its file."""
+    """Show all of a script, exactly as it is in its file."""
     return Listing(Path(path).read_text(), path)

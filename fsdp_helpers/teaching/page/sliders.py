@@ -1,4 +1,4 @@
-"""Controls that redraw a plan whenever they change: a verdict in large type, above a bar for each number of ranks."""
+"""Controls for a plan's figure: a verdict in large type above one bar for each number of ranks."""
 
 from base64 import b64decode
 from dataclasses import replace
@@ -28,8 +28,8 @@ GREEN, RED = "#15803d", "#dc2626"
 def plan_figure(model: str, ranks: int, device_gb: int, precision: str, recompute: bool) -> Figure:
     """Return a figure with a verdict for the chosen number of ranks, above a bar for each number of ranks.
 
-    The axis depends only on the model: it ends above the largest device, and above what the fewest ranks need in bf16
-    with recomputation.
+    The memory axis depends only on the model. It extends past the largest device's memory, and past what a rank needs
+    with the fewest ranks, bf16 and recomputation.
     """
     subject = named_subject(model)
     clusters = [Cluster(world_size=count, device_memory_bytes=device_gb * GB) for count in CHOICES["ranks"]]
@@ -55,7 +55,7 @@ def _verdict(plan: Plan, subject: Subject) -> tuple[str, str]:
     too_much = f"{-plan.spare_bytes / GB:,.0f} GB too much"
     changes = changes_until_it_fits(plan, subject)
     if not changes:
-        return f"{too_much}: use larger devices, or split layers across ranks (15)", ""
+        return f"{too_much}: use larger devices, or split layers across ranks (notebook 15)", ""
     first, *then = [text.partition(" (--")[0] for text, _ in changes]
     ending = "with that, it fits" if changes[-1][1].fits else "and it's still too much: use larger devices"
     return f"{too_much}: first {first}", "\n" + ", ".join([*(f"then {text}" for text in then), ending])
@@ -80,7 +80,7 @@ class Controls:
 
 
 def plan_controls(**chosen: Any) -> Controls | Figure:
-    """Return controls above a plan that follows them or, if ipywidgets is missing, the plan alone.
+    """Return controls above a plan that's redrawn when they change or, if ipywidgets is missing, the plan alone.
 
     `chosen` contains the arguments for `plan_figure`.
     """

@@ -28,14 +28,14 @@ def describe_memory(needs_bytes: int | None = None) -> str:
 
 
 def available_bytes() -> int:
-    """Return the bytes a new process could allocate without swapping, in this container."""
+    """Return how many bytes a new process in this container could allocate without swapping."""
     on_machine = psutil.virtual_memory().available
     limit, used = (_number(CGROUP / name) for name in ("memory.max", "memory.current"))
     return on_machine if limit is None or used is None else min(on_machine, limit - used)
 
 
 def other_kernels() -> Iterator[psutil.Process]:
-    """Yield the processes of other Jupyter kernels: kernels, their fork servers and ranks."""
+    """Yield other Jupyter kernels and all processes that they started, such as fork servers and ranks."""
     own = {psutil.Process().pid, *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter(["cmdline"]):
         if process.pid not in own and "ipykernel" in " ".join(process.info["cmdline"] or ()):
@@ -46,7 +46,7 @@ def other_kernels() -> Iterator[psutil.Process]:
 
 
 def private_bytes(process: psutil.Process) -> int:
-    """Return a process's memory, with its share of shared pages; 0 if we aren't allowed to read it."""
+    """Return a process's memory in bytes, including its part of shared pages, or 0 if we can't read it."""
     try:
         memory = process.memory_full_info()
     except psutil.Error:
@@ -65,7 +65,7 @@ VARIABLE = "FSDP_DEVICE"  # overrides DEVICE in every notebook
 
 
 def settle_device(device: str, num_ranks: int, *, fixed: bool = False) -> tuple[str, str]:
-    """Return "cpu" or "cuda", and a sentence (or "") about idle GPUs; on "cpu", this process no longer sees any GPU.
+    """Return "cpu" or "cuda", and a sentence about idle GPUs (or ""); for "cpu", hide all GPUs from this process.
 
     Raises ValueError as `choose_device` does.
     """
@@ -86,6 +86,6 @@ def describe_idle(gpus: Gpus, num_ranks: int) -> str:
         return f"This machine's GPU stays idle because torch can't use it: {gpus.problem}."
     has = f"This machine has {gpus.count} idle GPU{'s' * (gpus.count > 1)}"
     if gpus.count < num_ranks:
-        return f"{has}, but {num_ranks} ranks need {num_ranks}, one each. Notebook 01 runs one process and can use one."
+        return f"{has}, but {num_ranks} ranks need {num_ranks}, one each. Notebook 01 needs only one GPU."
     how = f"unset {VARIABLE}" if os.environ.get(VARIABLE) else 'set `DEVICE = "cuda"` in the settings cell'
     return f"{has}. To use {'one for each rank' if num_ranks > 1 else 'one'}, {how} and run the notebook again."

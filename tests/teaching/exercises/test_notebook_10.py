@@ -124,13 +124,13 @@ def test_the_kubernetes_job_reads_as_its_kinds():
 
 
 WAITING = "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done\n"
-QUEUED_EARLY = "the script requeued the job while ranks were saving, which stops them: srun has to end first"
+QUEUED_EARLY = "the script requeued the job while ranks were saving, which stops them: srun has to exit first"
 WRONG = [
     ([("partition=a100", "partition=a40")], "--partition: a40 is given; it should be a100"),
     ([("--gpus-per-node=4", "--gpus-per-node=8")], "the script requests 8 GPUs per node; each node has 4"),
     ([("02:00:00", "1-00:00:00")], "the partition allows at most two hours"),
     ([("#SBATCH --requeue\n", "")], "which option queues it again"),
-    ([("B:USR1@300", "USR1@300")], "this shell has to get a signal before the time limit"),
+    ([("B:USR1@300", "USR1@300")], "the script's shell has to get a signal before the time limit"),
     ([("B:USR1@300", "B:USR1@60")], "60 s isn't enough; saving takes up to 300 s"),
     ([("--ntasks-per-node=1", "--ntasks-per-node=4")], "16 torchruns were started; srun should start one on"),
     ([("srun torchrun", "torchrun")], "1 torchruns were started"),
@@ -167,10 +167,10 @@ WRONG = [
         [('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM", marks=pytest.mark.long
     ),
     ([("train.py &\n", "train.py\n"), ("wait $!", "true")], "0 of 2 torchruns got SIGTERM.*only between commands"),
-    # in the trap, before srun has ended
+    # in the trap, before srun has exited
     ([('"$SLURM_JOB_ID"\' USR1', '"$SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"\' USR1')], QUEUED_EARLY),
     ([(WAITING, "wait $!; status=$?\n")], QUEUED_EARLY),
-    ([(WAITING, "wait $!\nexit $?\n")], "the script ended while ranks were saving, which stops them: srun has to end"),
+    ([(WAITING, "wait $!\nexit $?\n")], "the script exited while ranks were saving, which stops them: srun has to"),
     ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job wasn't requeued"),
     ([('[ -z "$out_of_time" ] || ', "")], "the training had finished, but the script requeued the job"),
 ]

@@ -68,7 +68,7 @@ class TestLabels(BuildTests):
         ([("2 * world_size", "world_size"), ("torch.cat([pieces[rank], pieces[-1 - rank]])", "pieces[rank]")], "some ranks compute more scores"),
         ([("tokens[:, places], tokens", "tokens[:, places].T, tokens")], "the shapes are"),
         ([("torch.arange(length)", "(torch.arange(length) + 1)")], "your function fails: IndexError"),
-        ([("torch.arange(length)", "(torch.arange(length) - 1)")], "there's no place -1"),
+        ([("torch.arange(length)", "(torch.arange(length) - 1)")], "place -1 doesn't exist"),
     ]  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_the_folded_solution_is_right():
         ({"data": 512, "tensor": 2, "context": 1, "pipeline": 1}, "communication takes 100% as long as the arithmetic"),
         ({"data": 512, "tensor": 1, "context": 2, "pipeline": 1}, "communication takes 195% as long"),
         ({"data": 32, "tensor": 1, "context": 1, "pipeline": 32}, "80 layers can't be split evenly into 32 stages"),
-        ({"data": 128, "tensor": 8, "context": 1, "pipeline": 1.5}, "it should be a number of ranks"),
+        ({"data": 128, "tensor": 8, "context": 1, "pipeline": 1.5}, "it should be a whole number of ranks"),
     ],
 )
 def test_wrong_dimensions(choice, says):

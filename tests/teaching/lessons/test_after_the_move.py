@@ -76,11 +76,11 @@ ROWS = {  # a part of a DDP script's line: a part of what its row says of it
     "`GradScaler`": "all ranks skip",
     "`with torch.autocast": "MixedPrecisionPolicy",
     "SyncBatchNorm": "on the CPU it raises a ValueError",
-    "`mean.copy_(own)` for its buffers": "never sharded",
+    "`mean.copy_(own)` for the average's buffers": "never sharded",
     "`()`": "`(1,)`",
     "every rank skips the same layers": "no gradient",
     "`find_unused_parameters=True`, ranks differ": "wrong gradients, without an error",
-    "`broadcast_buffers=True`": "average the buffers, variance included",
+    "`broadcast_buffers=True`": "average the buffers, variances included",
     "LambdaLR": "before the load",
     "`torch.compile(model)`": "_orig_mod.",
 }
