@@ -82,7 +82,7 @@ class Cluster:
                 continue
             or_more = one.name == "allowance_bytes" or one.name.endswith("latency_s")
             if not (is_number(value) and (value > 0 or value == 0 and or_more)):
-                lowest = "zero or more" if or_more else "a number above zero"
+                lowest = "a number, zero or more" if or_more else "a number above zero"
                 raise ValueError(f"{one.name} is {value}; it must be {lowest}")
 
     @classmethod

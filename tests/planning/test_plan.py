@@ -281,7 +281,7 @@ def test_ranks_are_a_whole_number(value):
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), True, "80"])
 def test_bytes_and_rates_are_numbers(name, value):
     sizes = {"world_size": 1, "device_memory_bytes": 1.0} | {name: value}
-    with pytest.raises(ValueError, match=f"{name} is .*; it must be (a number|zero)"):
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be a number"):
         Cluster(**sizes)
 
 
