@@ -1,4 +1,4 @@
-"""The command line: `python -m fsdp_helpers train --help`. torchrun can also start it."""
+"""The command-line interface: see `python -m fsdp_helpers --help`. torchrun can also start it."""
 
 import argparse
 import os

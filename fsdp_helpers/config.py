@@ -38,8 +38,8 @@ def setting(
 ) -> Any:
     """Return a dataclass field for a setting; the command line turns it into a flag.
 
-    If the setting `changes_losses`, a resumed run must use the same value. `flag` is the flag's name if it isn't the
-    field's name. The field's value is the flag's value times `factor`, for example to turn GB into bytes.
+    If `changes_losses` is true, a resumed run must use the same value. `flag` is the flag's name if that
+    isn't the field's name. The field's value is the flag's value times `factor`, for example to turn GB into bytes.
     """
     metadata = {
         "meaning": meaning,
@@ -78,7 +78,7 @@ class TrainConfig:
     reshard_after_backward: bool = setting(True, "fsdp2: keep parameters unsharded from one micro-batch to the next")
     backward_prefetch: str = setting(
         "pre",
-        "fsdp1: all-gather the next unit before computing this one's gradients (pre), after (post), or when needed "
+        "fsdp1: all-gather the next unit before (pre) or after (post) computing this one's gradients, or when needed "
         "(none)",
         choices=BACKWARD_PREFETCH,
     )
@@ -97,7 +97,7 @@ class TrainConfig:
     )
     precision: str = setting(
         "fp32",
-        "dtype in which FSDP all-gathers and computes; shards, reduction and optimizer stay fp32",
+        "dtype in which FSDP all-gathers and computes; shards, reductions and the optimizer stay in fp32",
         choices=PRECISIONS,
         changes_losses=True,
     )

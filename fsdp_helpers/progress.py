@@ -105,7 +105,7 @@ def in_lines() -> Iterator[None]:
 class ProgressBar:
     """One tqdm bar at a time: in a notebook, a line that updates in place and stays; in a terminal, tqdm's usual bar.
 
-    Anywhere else (as in a log file or CI), it draws nothing, or prints lines; see `in_lines`.
+    Anywhere else (in a log file or CI, for example), it draws nothing, or prints lines; see `in_lines`.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class ProgressBar:
 
 
 class _Page:
-    """A file that tqdm can write to as if it were a terminal: one line of a notebook's output, updated in place."""
+    """A file object that tqdm can write to as if to a terminal: one line of a notebook's output, updated in place."""
 
     encoding = "utf-8"
 

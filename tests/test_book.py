@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from leftovers import PROJECT
@@ -41,6 +42,14 @@ def test_it_opens_from_its_folder_alone_and_every_picture_is_described(book):
 def test_no_output_needs_a_kernel_and_no_exercise_shows_its_error(book):
     page = (book / "notebooks" / "03_fsdp.html").read_text()
     assert "widget-view" not in page and "Not yet:" not in page
+
+
+def test_a_page_shows_what_its_cells_printed(book):
+    cells = nbformat.read(PROJECT / "notebooks" / "03_fsdp.ipynb", as_version=4).cells
+    shown = [cell for cell in cells if "exercise" not in cell.metadata.get("tags", [])]
+    printed = [one.text for cell in shown for one in cell.get("outputs", []) if one.output_type == "stream"]
+    text = BeautifulSoup((book / "notebooks" / "03_fsdp.html").read_text(), "html.parser").get_text()
+    assert printed and [one for one in printed if one.split("\n")[0] not in text] == []
 
 
 def test_bold_words_lead_to_the_glossary(book):

@@ -64,7 +64,7 @@ def save(
     wait: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Future | None:
-    """Save a training state as `folder`, which must be new or empty. Every rank calls this, and writes its shards.
+    """Save a training state in `folder`, which must be new or empty. Every rank calls this and writes its own shards.
 
     Args:
         model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, along with rank 0's copy of its buffers.

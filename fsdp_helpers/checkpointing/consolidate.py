@@ -164,7 +164,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         if start + offset < 0:
-            raise ValueError("before the beginning")
+            raise ValueError("can't seek to before the beginning of the file")
         self._position = start + offset
         return self._position
 

@@ -1,6 +1,6 @@
 """Read `state.json`, in which versions before 2.2 kept everything that isn't a tensor.
 
-A value that JSON can't express is an object with one key: {"!tuple": [...]}, {"!dict": [[key, value], ...]},
+A value that JSON can't express is stored as an object with one key: {"!tuple": [...]}, {"!dict": [[key, value], ...]},
 {"!tensor": name}.
 """
 

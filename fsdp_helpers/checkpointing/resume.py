@@ -103,7 +103,7 @@ def tidy_up(config: TrainConfig) -> None:
 
 
 class RunCheckpoints:
-    """Saves and loads a run's full state. Without a folder, it does nothing."""
+    """The object that saves and loads a run's full state; without a checkpoint folder, it does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, data_source: str) -> None:
         self._config, self._rank = config, rank

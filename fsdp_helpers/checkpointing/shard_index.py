@@ -196,7 +196,7 @@ PythonUnpickler: Any = pickle._Unpickler  # the pure-Python version, whose metho
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Stand in for `getattr`, which older pickles (before Python 3.11.4) call; allow only an index's one enum."""
+    """Stand in for `getattr`, which pickles from Python before 3.11.4 call; allow only the one enum in an index."""
     if enumeration is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it names builtins.getattr, which doesn't belong in an index")
     return enumeration[name]

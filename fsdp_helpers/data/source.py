@@ -201,7 +201,7 @@ def _fetched(folder: str) -> bool:
 
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """Within the block, limit waits on sockets; without a limit, torchvision can hang for minutes on a dead mirror."""
+    """Within the block, limit how long sockets wait; without a limit, torchvision can hang for minutes on dead mirrors."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -55,11 +55,11 @@ def plan_model(
     `factory()` creates the model, on the CPU or on the meta device. `batch` is one rank's input to one forward
     pass: a tensor or any nesting of tensors, with samples along the first dimension. `loss_of(model, batch)` returns
     the loss (default: the sum of the outputs' means). Modules of `unit_class` are FSDP units, which activation
-    checkpointing recomputes; `unit_names` are further units that it doesn't recompute, such as an embedding and a head.
+    checkpointing recomputes; `unit_names` names more units, which it doesn't recompute, such as an embedding and a head.
     `device` is a name from `planning.devices`. Numbers that you pass override the device's; without a device, you have
     to pass `device_memory_gb`. `settings` are fields of `planning.plan.Settings`, such as the optimizer and the number
-    of micro-batches. The bytes that DDP sends to broadcast buffers before each forward pass aren't counted. Raises
-    ValueError for an impossible cluster or impossible settings.
+    of micro-batches. The bytes that DDP sends when it broadcasts buffers before each forward pass aren't counted.
+    Raises ValueError for an impossible cluster or impossible settings.
     """
     chosen = Settings(batch=num_samples(batch), **settings)
     given = {
@@ -184,7 +184,7 @@ def fake_step(
     precision: str,
     flat_units: Flat = None,
 ) -> StepProfile:
-    """Return a step profile for a model that has no values, like `measure_step` but with fake tensors."""
+    """Return a step profile for a model that has no values, as `measure_step` does, but with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     with fake_tensors() as mode, needs_no_values(type(model).__name__):
         made_fake(model, mode, _dtype(precision))
@@ -228,7 +228,7 @@ def needs_no_values(name: str) -> Iterator[None]:
 
 @contextmanager
 def fused_kernels() -> Iterator[None]:
-    """Within the block, fuse RMSNorm and attention as on a GPU. (A CPU computes them step by step and keeps more.)
+    """Within the block, fuse RMSNorm and attention as on a GPU. (Unfused, on a CPU, they keep more tensors.)
 
     A dispatch mode would be simpler, but it wouldn't apply to recomputation in backward.
     """
@@ -337,7 +337,7 @@ def num_samples(batch: Any) -> int:
 
 
 def first_samples(batch: Any, samples: int, dtype: torch.dtype) -> Any:
-    """Return the batch with only its first samples, floats in `dtype`; tensors without samples keep their size."""
+    """Return the batch with only its first samples, and floats cast to `dtype`; tensors without samples stay whole."""
     length = num_samples(batch)
 
     def first(leaf: Any) -> Any:

@@ -136,7 +136,7 @@ def read_errors(path: str | Path) -> list[ErrorRow]:
 
 
 def write_errors(path: str | Path) -> list[ErrorRow]:
-    """Measure the runs in the table that aren't in `path` yet, updating the file after each. Return all rows.
+    """Measure the table's runs that aren't in `path` yet, updating the file after each one. Return all rows.
 
     DeepNet's runs take by far the most time and memory. To measure everything again, delete the file.
     """

@@ -85,7 +85,7 @@ def read_unit_trace(path: str | PathLike) -> UnitTrace:
 
 
 class UnitHooks:
-    """Hooks that record when forward enters and leaves each unit of a sharded model, and when gradients are done.
+    """Hooks that record when forward enters and leaves each unit of a sharded model, and when gradients are complete.
 
     Add them after `fully_shard`, so that FSDP2's own hooks run first: then parameters are already unsharded when these
     hooks are called.
@@ -182,7 +182,7 @@ class UnitHooks:
 def unit_trace(model: str, versions: dict[str, str], ranks: Sequence[RankUnits]) -> UnitTrace:
     """Return one step on all ranks; times count from when the first rank began.
 
-    Raises ValueError if the ranks didn't unshard the same bytes.
+    Raises ValueError if the ranks unsharded different units or different numbers of bytes.
     """
     sizes = [{name: stays[0].gather.bytes for name, stays in rank.stays.items()} for rank in ranks]
     if any(one != sizes[0] for one in sizes):

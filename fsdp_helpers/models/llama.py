@@ -141,7 +141,7 @@ class Llama(nn.Module):
         self.reset_matrices()
 
     def reset_matrices(self) -> None:
-        """Draw new values for embeddings and matrices; the scales of the norms stay 1."""
+        """Draw new random values for embeddings and matrices; the norms' scales stay 1."""
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=INITIAL_STD)

@@ -210,7 +210,7 @@ def require_sizes(config: dict, keys: Sequence[str]) -> None:
 
 
 def check_config(config: dict, *, num_heads: int, width: int, head_size: int | None) -> None:
-    """Raise ValueError for models with indivisible heads, unexpected experts or quantized weights."""
+    """Raise ValueError if the numbers of heads don't divide evenly, or for unexpected experts or quantized weights."""
     if not head_size and width % num_heads:
         raise ValueError(
             f"num_attention_heads {num_heads} doesn't divide hidden_size {width}, and head_dim isn't given"
@@ -273,7 +273,7 @@ def llama_from_config(config: dict) -> LlamaShape:
 
 def _read_scaling(rope: dict) -> RopeScaling:
     if missing := [key for key in _SCALING if key not in rope]:
-        raise ValueError(f"rope_type llama3 without {', '.join(missing)}")
+        raise ValueError(f"rope_type llama3 also needs {', '.join(missing)}")
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],

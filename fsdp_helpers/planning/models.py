@@ -87,7 +87,7 @@ def count_values(shapes: Shapes) -> int:
 
 
 def _autocast_copies(layer: Layer) -> Layer:
-    """Return the layer plus the bf16 copies of its matrices, which autocast keeps from forward to backward."""
+    """Return the layer plus the bytes of its matrices' bf16 copies, which autocast keeps from forward to backward."""
     copies = 2 * count_values({name: shape for name, shape in layer.shapes.items() if len(shape) > 1})
     return replace(layer, bytes=replace(layer.bytes, kept_bytes=layer.bytes.kept_bytes + copies))
 

@@ -185,12 +185,12 @@ class Plan:
 
     @property
     def arithmetic_s(self) -> float | None:
-        """Return the seconds of arithmetic in a step, at the cluster's rate."""
+        """Return how many seconds a step's arithmetic takes at the cluster's rate."""
         return self.time.arithmetic_s if self.time else None
 
     @property
     def step_s(self) -> tuple[float, float] | None:
-        """Return the shortest and longest step times in seconds; None if launches dominate or no rate is known."""
+        """Return the shortest and longest step time in seconds; None if kernel launches dominate or no rate is known."""
         return (self.time.shortest_s, self.time.longest_s) if self.time and not self.time.launches_decide else None
 
     @property

@@ -31,8 +31,8 @@ def sweep(
 ) -> Iterator[Row]:
     """Yield a row for each model (one per sequence length) and number of ranks.
 
-    For each row, we double the batch for as long as it fits, with each recomputation setting, the loss with and without
-    chunks, and sharding across all ranks or within each node.
+    For each row, we double the batch for as long as it fits: with each recomputation setting, with and without loss
+    chunks, and with sharding across all ranks or within each node.
     """
     sizes = list(world_sizes)
     for subject in subjects:

@@ -42,7 +42,7 @@ class LocalShard:
 
 
 def serve(timeout_s: float, rank: int, world_size: int, group: dict, send: Send, link: Connection) -> None:
-    """Join the group, then run cells until the parent ends this process."""
+    """Join the group, then run cells until the parent stops this process."""
     with process_group(rank, world_size, **group):
         cells = Cells(rank, world_size, timeout_s, send)
         while True:
@@ -68,7 +68,7 @@ class Cells:
         signal.signal(INTERRUPT, signal.SIG_IGN)
 
     def answer(self, number: int, kind: str, *content: str) -> Answer:
-        """Run a cell or look up a variable; return an Answer with the value, or with the exception that ended it."""
+        """Run a cell or look up a variable; return an Answer with the value, or with the exception that stopped it."""
         value = failure = None
         try:
             signal.signal(INTERRUPT, signal.default_int_handler)  # it raises KeyboardInterrupt
@@ -104,7 +104,7 @@ class Cells:
         return pprint.pformat(value, width=WIDTH, compact=True, sort_dicts=False) if wrapped else repr(value)
 
     def _limit_waiting(self, text: str) -> None:
-        """Raise the timeout once a cell compiles, and for NCCL's first collective, since some ranks may take longer."""
+        """Set a longer timeout once a cell compiles, and for NCCL's first collective, since some ranks may be slow."""
         self.compiles = self.compiles or re.search(r"\bcompile\b", text) is not None
         first_of_nccl = self.names["device"].type == "cuda" and not any(self._count_collectives().values())
         limit_waiting(max(self.timeout_s, LONGER_S) if self.compiles or first_of_nccl else self.timeout_s)
@@ -112,7 +112,7 @@ class Cells:
     def _keep_source(self, text: str) -> None:
         """Put this cell in front of the source in which `inspect.getsource` finds classes.
 
-        Up to 3.12, Python takes the first class with that name. Since 3.13, it takes the class at line
+        Up to 3.12, Python uses the first class with that name. Since 3.13, it uses the class at line
         `__firstlineno__`, so the classes of earlier cells move down.
         """
         lines = f"{text}\n".splitlines(keepends=True)
@@ -123,7 +123,7 @@ class Cells:
         linecache.cache[CELLS] = (sum(map(len, self.source)), None, self.source, CELLS)
 
     def _count_collectives(self) -> dict[tuple, int]:
-        """Return the number of collectives that each group of this rank has run, without point-to-point messages."""
+        """Return the number of collectives that each group of this rank has run, excluding point-to-point messages."""
         return {
             (group.group_name, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
             - self.point_to_point[group.group_name]
@@ -132,13 +132,15 @@ class Cells:
 
 
 def _count_point_to_point() -> Counter[str]:
-    """Return a live count of point-to-point messages per group; they share sequence numbers with collectives."""
+    """Return a live count of the sequence numbers that point-to-point messages take, by group; NCCL's take none."""
     counts: Counter[str] = Counter()
     for name in ("send", "recv", "recv_anysource"):
 
         def counted(group: Any, *args: Any, method: Any = getattr(dist.ProcessGroup, name), **settings: Any) -> Any:
-            counts[group.group_name] += 1
-            return method(group, *args, **settings)
+            before = group._get_sequence_number_for_group()
+            work = method(group, *args, **settings)
+            counts[group.group_name] += group._get_sequence_number_for_group() - before
+            return work
 
         setattr(dist.ProcessGroup, name, counted)
     return counts

@@ -31,7 +31,7 @@ class Answer:
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message has the rank's number and the original traceback."""
+    """A rank failed; the message contains the rank's number and the original traceback."""
 
     def __init__(self, rank: int, world_size: int, summary: str, details: str = "") -> None:
         self.rank, self.world_size, self.summary, self.details = rank, world_size, summary, details
@@ -45,7 +45,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(TimeoutError):
-    """Ranks were still running when time ran out; the message and `places` say where each one was."""
+    """Ranks were still running when time ran out; the message and `places` show where each rank was."""
 
     def __init__(self, summary: str, places: list[str]) -> None:
         self.places = places

@@ -148,7 +148,7 @@ def gather_over_ranks(value: object) -> list:
 
 
 class SilentRanks(TimeoutError):
-    """Some ranks neither joined a collective nor answered; the message has their numbers."""
+    """Some ranks neither joined a collective nor answered; the message lists their numbers."""
 
 
 def blames_another_rank(message: str) -> bool:

@@ -48,7 +48,7 @@ def launch(
     CUDA) whose ranks meet through a file in a private folder, so they don't use a port. What it prints is shown here
     line by line; with several ranks, each line names its rank, unless `name_ranks` is False. A rank that
     waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None), and its
-    error names the ranks that didn't answer. On CUDA, setting it makes ranks wait for each collective, so that
+    error names the ranks that didn't answer. On CUDA, any such limit makes ranks wait for each collective, so that
     communication no longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already
     on screen. `start_method` is "forkserver" (the default), whose server loads torch once, or "spawn", where
     every rank loads it.

@@ -39,8 +39,8 @@ class Ranks(AbstractContextManager):
             ranks["rank"]
 
     `device` is "cpu", "cuda" (each rank gets its own GPU) or "auto". A collective gives up after `timeout_s`
-    seconds (half an hour if it's None); from the first cell that compiles, it gets at least five minutes. The ranks end
-    when you call `close()`, at the end of a `with` block, or with this process.
+    seconds (half an hour if it's None); from the first cell that compiles, it gets at least five minutes. The ranks
+    exit when you call `close()`, at the end of a `with` block, or when this process exits.
 
     Before anything starts, raises ValueError for fewer than one rank, fewer GPUs than ranks, or an unknown device.
     """
@@ -75,7 +75,7 @@ class Ranks(AbstractContextManager):
         self.close()
 
     def close(self) -> None:
-        """End the ranks; their variables are lost. You can call this more than once."""
+        """Stop the ranks; their variables are lost. You can call this more than once."""
         if self._processes is not None:
             self._processes.end()
             self._processes = None
@@ -104,8 +104,8 @@ class Ranks(AbstractContextManager):
     def __getitem__(self, name: str) -> list:
         """Return a list of this variable's values on all ranks, in rank order.
 
-        Tensors come back detached and on the CPU, a DTensor as a LocalShard, and a value that can't be sent as its
-        repr. Raises NameError if a rank has no such variable, and the same errors as `run`.
+        Tensors come back detached and on the CPU. A DTensor comes back as a LocalShard, and a value that can't be sent
+        comes back as its repr. Raises NameError if a rank has no such variable, and the same errors as `run`.
         """
         answers = self._ask(range(self.world_size), "get", name)
         if missing := [rank for rank, answer in answers.items() if not answer.value]:
@@ -166,7 +166,7 @@ class Ranks(AbstractContextManager):
 
     @interrupts_wait()
     def _settle(self, chosen: Sequence[int], at_fault: int | None = None, details: str = "") -> list[str]:
-        """Get all ranks ready for the next cell, restarting them if necessary; return lines that say what happened.
+        """Get all ranks ready for the next cell, restarting them if necessary; return lines saying what happened.
 
         The first lines are the `details` of the failure on rank `at_fault`.
         """
@@ -220,7 +220,7 @@ def close_all() -> None:
 
 
 class CellOutput:
-    """Shows the output of one cell: in a notebook, line by line while it runs; elsewhere, once it has ended."""
+    """Shows the output of one cell: in a notebook, line by line while it runs; elsewhere, once it's done."""
 
     def __init__(self) -> None:
         self._printed: dict[int, bytes] = defaultdict(bytes)

@@ -1,4 +1,4 @@
-"""The processes of one group, which their parent starts, watches and ends.
+"""The processes of one group, which their parent starts, watches and stops.
 
 `launch` and `Ranks` both use this. Processes are started by torch's own `start_processes`, which `mp.spawn` calls, too.
 """
@@ -35,7 +35,7 @@ class Processes(AbstractContextManager):
 
     Each runs `body`; see `run_rank`. Its output goes to on_output(rank, stream, data), and its notes go to on_note(note,
     rank). Its answers to the last message are collected. With two `streams`, standard output and standard error are
-    kept apart; with one, they stay in order. The processes end with the `with` block.
+    kept apart; with one, they stay in order. They're stopped when the `with` block ends.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Processes(AbstractContextManager):
                 self._links[rank].send_bytes(pickle.dumps((self.number, *message)))
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks in `ranks` that have neither answered nor ended."""
+        """Return the ranks in `ranks` that have neither answered nor exited."""
         return [rank for rank in ranks if rank not in self.answers and rank not in self.ends]
 
     def collect(self, ranks: Iterable[int], until_s: float = math.inf, grace_s: float = GRACE_S) -> None:
         """Receive these ranks' answers until all have arrived, time is up, or the ranks hang.
 
-        Once a rank has failed or ended, wait only `grace_s` longer.
+        Once a rank has failed or exited, wait only `grace_s` longer.
         """
         while waiting := self.missing(ranks):
             left_s = until_s - time.monotonic()
@@ -112,7 +112,7 @@ class Processes(AbstractContextManager):
     def answers_of_all(self, timeout_s: float | None = None) -> list:
         """Return the values in all ranks' answers, in rank order.
 
-        Raises RankError if a rank fails or ends, and RankTimeout if the ranks hang or some haven't answered after
+        Raises RankError if a rank fails or exits, and RankTimeout if the ranks hang or some haven't answered after
         `timeout_s` seconds.
         """
         everyone, until_s = range(self.world_size), time.monotonic() + (timeout_s or math.inf)
@@ -130,7 +130,7 @@ class Processes(AbstractContextManager):
     def find_cause(self) -> tuple[int, Failure] | None:
         """Return the rank that made the others fail, and its failure; None if no rank has failed.
 
-        A rank that has ended comes before ranks that reported a failure; ranks that only waited for others come last.
+        A rank that has exited comes before ranks that reported a failure; ranks that only waited for others come last.
         If several ranks sent the same message, the first of them is returned.
         """
         if ended := self.ends.keys() - self.answers.keys():
@@ -142,7 +142,7 @@ class Processes(AbstractContextManager):
         return next((rank, failure) for rank, failure in failures.items() if failure.summary == first.summary)
 
     def _listen(self, ranks: Iterable[int], wait_s: float) -> None:
-        """Wait for messages, output, or the end of one of these ranks; pass on what has arrived."""
+        """Wait until one of these ranks sends a message, prints or exits; pass on what has arrived."""
         links, ends = [self._links[rank] for rank in ranks], [self._processes[rank].sentinel for rank in ranks]
         wait([*links, *ends, *self._outputs], wait_s)
         for rank in ranks:
@@ -183,7 +183,7 @@ class Processes(AbstractContextManager):
                     del self._outputs[output]
 
     def _moved(self, spent_s: float = 0.0) -> None:
-        """Restart the clock of `_have_hung`, because a rank has sent something, or the ranks have computed `spent_s`."""
+        """Restart `_have_hung`'s clock: a rank has sent something, or the ranks' CPU time has grown to `spent_s`."""
         self._since_s, self._spent_s = time.monotonic(), spent_s
 
     def _have_hung(self, ranks: list[int]) -> bool:
@@ -203,7 +203,7 @@ class Processes(AbstractContextManager):
     # ------------------------------------------------------------ how ranks end
 
     def _note_end(self, rank: int) -> None:
-        """Wait for a process to end, and record its exit code."""
+        """Wait for a process to exit, and record its exit code."""
         self._processes[rank].join(TERM_S)
         self.ends[rank] = self._processes[rank].exitcode
         if self.ends[rank] == server.NO_MAIN_GUARD:
@@ -213,7 +213,7 @@ class Processes(AbstractContextManager):
             ) from None  # not from the end of its link, if that came first
 
     def describe_end(self, rank: int) -> str:
-        """Describe how a process ended without sending a message."""
+        """Describe how a process exited without sending a message."""
         code = self.ends[rank]
         if code is None or code >= 0:
             return f"the process ended with exit status {code}"
@@ -227,7 +227,7 @@ class Processes(AbstractContextManager):
         return dict.fromkeys(ranks, "") | stacks.ask(self.folder.name, alive)
 
     def end(self, *, grace_s: float = 0.0) -> None:
-        """End all processes and everything they've started, holding back interrupts. You can call this more than once.
+        """Stop all processes and everything they've started, holding back interrupts. You can call this more than once.
 
         If there's a grace period, they get a SIGTERM first. Those still running after `grace_s` seconds are killed.
         """

@@ -33,7 +33,7 @@ def run_rank(
 
     `group` has the arguments for `process_group`. `environment` comes from the parent; the server's may be outdated.
     `ends` has each rank's end of its message link and of one or two output pipes. If the body raises
-    anything, SystemExit included, the parent is told at once; if it returns an answer, that's sent at the very end.
+    anything, SystemExit included, the parent is told immediately; if it returns an answer, that's sent at the very end.
     """
     link, *outputs = ends[rank]
     server.is_rank = True

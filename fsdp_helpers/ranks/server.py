@@ -1,8 +1,8 @@
-"""The server that ranks are forked from: how it's started, and how it ends everything that a rank leaves behind.
+"""The server that ranks are forked from: how it's started, and how it kills everything that a rank leaves behind.
 
 It has already loaded torch, so a rank starts in a fraction of a second. It loads none of your modules, so an edit takes
 effect at the next launch. When a process dies, its children live on under a new parent: on Linux, the nearest ancestor
-that has registered as a "subreaper". The server and each rank do so, and end the processes that they adopt.
+that has registered as a "subreaper". The server and each rank do so, and kill the processes that they adopt.
 """
 
 import atexit
@@ -81,9 +81,9 @@ def ready_to_start(start_method: str) -> Iterator[None]:
 
 
 def _tidy_up_on_sigterm() -> None:
-    """Make SIGTERM remove this process's temporary folders before it ends; the server's socket is in one of them.
+    """Make SIGTERM remove this process's temporary folders before it exits; the server's socket is in one of them.
 
-    That's how Jupyter ends every kernel that has launched ranks: when asked to shut down, a kernel first waits for
+    That's how Jupyter stops every kernel that has launched ranks: when asked to shut down, a kernel first waits for
     its children, and one of them, multiprocessing's resource tracker, waits for the kernel.
     """
 
@@ -116,7 +116,7 @@ def interrupts_wait() -> Iterator[None]:
 
 
 def end_orphans() -> None:
-    """End all processes that ranks have left behind: the server's children, except those that this process started."""
+    """Kill all processes that ranks have left behind: the server's children, except those that this process started."""
     with start_lock:
         if (server := forkserver._forkserver._forkserver_pid) is not None:
             end_children(server, spare={child.pid for child in multiprocessing.active_children()})
@@ -137,7 +137,7 @@ def check_not_a_rank() -> None:
 
 
 def end_children(pid: int, spare: Iterable[int] = ()) -> None:
-    """End the children of a process, and their children once they're orphaned, until none are left."""
+    """Kill a process's children, and their children once they're orphaned, until none are left."""
     with suppress(psutil.NoSuchProcess):  # the process itself has ended
         while left := [child for child in psutil.Process(pid).children() if child.pid not in spare]:
             for child in left:
@@ -147,9 +147,9 @@ def end_children(pid: int, spare: Iterable[int] = ()) -> None:
 
 
 def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
-    """Adopt all orphans below this process; when its parent ends, even if that's killed, end it and all of them.
+    """Adopt this process's orphaned descendants; when its parent exits or is killed, kill them all, then exit.
 
-    Folders that match the pattern `folders` are then removed, too. `wait_for_parent` returns when the parent ends.
+    Folders that match the pattern `folders` are removed first. `wait_for_parent` returns when the parent exits.
     """
     os.setsid()  # Jupyter kills a kernel together with its process group
     if sys.platform == "linux":
@@ -164,14 +164,14 @@ def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
 
 
 def tidy_up(folders: str) -> None:
-    """Remove the folders that match a pattern, and end everything this process has started or adopted."""
+    """Remove the folders that match a pattern, and kill everything this process has started or adopted."""
     for folder in glob.glob(folders):
         shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it, too
     end_children(os.getpid())
 
 
 def _serve(parent: int) -> None:
-    """Prepare the server."""
+    """In the server: kill leftover processes when the parent exits, and keep forked memory shared."""
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an orphan's
     # A rank removes its folder when it sees its parent end, but not if the parent was killed while ending its ranks.
     folders = f"{tempfile.gettempdir()}/{FOLDER.format(parent)}*"

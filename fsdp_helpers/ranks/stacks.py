@@ -37,12 +37,12 @@ def ask(folder: str, pids: Mapping[int, int]) -> dict[int, str]:
 
 
 def is_in_collective(stack: str) -> bool:
-    """Return True if the innermost Python line is in torch.distributed, whose collectives wait in C code."""
+    """Return True if the innermost Python frame is in torch.distributed, whose collectives wait in C code."""
     return "/torch/distributed/" in stack.partition('", line')[0]
 
 
 def describe(stack: str) -> str:
-    """Describe a stack by its innermost line outside the libraries and the library function it was waiting in.
+    """Describe a stack by its innermost line outside the libraries, and the library function that line called.
 
     A line outside this package, for example in the reader's module, takes precedence over one inside it.
     """

@@ -50,10 +50,10 @@ def keep_unsharded(model: nn.Module) -> Iterator[None]:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients down together so that their norm is at most `max_norm`; return the original norm, shape ().
 
-    The norm is that of the full gradient, so it's the same on every rank: squares are summed over a rank's shards, then
+    This is the norm of the full gradient, the same on every rank: squares are summed over a rank's shards, then
     across ranks. Clipping each shard by its own norm would change the gradient's direction. In FSDP1 and
     `torch.nn.utils`, `clip_grad_norm_` computes the norm in fp32. On a CPU, the fp32 error grows with the model: it's
-    1e-5 of the norm for a million values, 1e-2 for a hundred million. So the squares are summed in fp64 here. For a
+    1e-5 of the norm for a million values, and 1e-2 for a hundred million. So the squares are summed in fp64 here. For a
     parameter that FSDP2 ignores, this rank's gradient is used, so average that gradient across ranks first.
     """
     own = []

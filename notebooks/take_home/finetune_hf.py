@@ -1,4 +1,4 @@
-"""Fine-tune any causal language model in `transformers` with FSDP2. Besides torch, it needs transformers.
+"""Fine-tune any causal language model in `transformers` with FSDP2. This script needs torch and transformers.
 
 Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs, or the CPU if there are
 fewer GPUs than ranks.
@@ -114,13 +114,13 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         type=read_interval,
         default="500",
         metavar="N|Nm",
-        help="steps between saves, or minutes with an m, as in 20m (500)",
+        help="number of steps between saves, or of minutes if it ends in m, as in 20m (500)",
     )
     add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
     add("--held-out", type=float, default=0.02, help="fraction of the documents to hold out for testing (0.02)")
     add("--test-every", type=int, default=100, help="measure the held-out loss every N steps (100)")
     add("--lora-rank", type=int, default=0, metavar="R", help="freeze the model and train adapters of rank R")
-    add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks it)")
+    add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks sdpa)")
     add("--compile", action="store_true", help="torch.compile each layer")
     add("--offload", action="store_true", help="keep shards and optimizer state in host memory")
     add("--unit", metavar="CLASS", help="the class of the modules that become units (the model's decoder layers)")
@@ -927,7 +927,7 @@ def held_out_loss(loss: TokenLoss, rows: Rows, size: int, device: torch.device) 
     total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
     dist.all_reduce(total)
     loss.train()
-    loss.reshard()  # the root stays unsharded after a forward without a backward
+    loss.reshard()  # the root stays unsharded after a forward pass without a backward pass
     return total.item() / rows.num_learned(rows.held_out)
 
 
@@ -1089,6 +1089,6 @@ if __name__ == "__main__":
     except RuntimeError as error:
         if "by peer" not in str(error):
             raise
-        sys.exit(1)  # the connection was closed because another rank ended, and it printed why
+        sys.exit(1)  # the connection was closed because another rank exited after printing why
     if chosen.type == "cpu":
         os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

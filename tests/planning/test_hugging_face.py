@@ -138,7 +138,7 @@ WRONG = [
     ({"num_key_value_heads": 7}, "num_key_value_heads 7 doesn't divide num_attention_heads 24"),
     ({"num_key_value_heads": 0}, "num_key_value_heads 0 doesn't divide"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be a JSON object"),
-    ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3 without factor"),
+    ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3 also needs factor"),
     ({"num_local_experts": 8}, "num_local_experts is 8, but model_type 'llama' has no experts"),
     (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},

@@ -32,7 +32,7 @@ def processes_of_earlier_runs() -> Outcome:
     left = list(orphans())
     if not left:
         return Outcome(True, "no processes from earlier runs")
-    return note(f"{', '.join(map(str, left))}: the program that started it has exited; if it's yours, stop it")
+    return note(f"{', '.join(map(str, left))}: left over from a program that has exited; stop what's yours")
 
 
 def orphans() -> Iterator[Orphan]:

@@ -34,9 +34,9 @@ class FlatParameters:
         self._forwards: list[Unit] = []  # in the order in which they ended; a unit appears once per use
         self._places: dict[str, int] = {}  # each unit's position in that order
         self._entered = {moment.name for moment in profile.flat_moments if moment.event == "enter_backward"}
-        self._awaited: set[str] = set()  # units to all-gather for a backward that hasn't begun
+        self._awaited: set[str] = set()  # units to all-gather for a backward pass that hasn't begun
         self._in_backward: set[str] = set()
-        # How many gradients each unit gets in one backward
+        # How many gradients each unit gets in one backward pass
         self._gradients = Counter(
             shards.unit_of(moment.name).name for moment in profile.flat_moments if moment.event == "gradient"
         )

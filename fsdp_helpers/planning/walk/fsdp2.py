@@ -27,7 +27,7 @@ class FullyShard:
         self._done: set[str] = set()  # units that have left backward
         self._backward_runs = False
         self._copied: Unit | None = None  # the unit whose all-gather buffer forward still keeps
-        # The outermost unit of a forward during backward, which torch treats as that forward's root
+        # The outermost unit of a forward pass during backward, which torch treats as that pass's root
         self._recomputed: str | None = None
         self._sent: Unit | None = None  # the unit whose reduce-scatter buffer backward still keeps
 
@@ -120,7 +120,7 @@ class FullyShard:
         self._free_sent()
         self._free_copied()
         for unit in self.units.values():
-            self._shards.free_buffer(GATHER, unit)  # all-gathered for a backward that never ran
+            self._shards.free_buffer(GATHER, unit)  # all-gathered for a backward pass that never ran
         self._order.clear()
         self._uses.clear()
         self._done.clear()

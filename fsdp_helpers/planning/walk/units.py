@@ -222,7 +222,7 @@ class Shards:
         self._communicate("reduce_scatter", unit, values, self.sizes.reduced)
 
     def _communicate(self, op: str, unit: Unit, values: int, value_bytes: int) -> None:
-        """Add a collective. While it runs, hold gloo's copy of its output or of the values to reduce; NCCL has none."""
+        """Add a collective. While it runs, hold gloo's copy of its output or of the values to reduce; NCCL doesn't copy."""
         self._ledger.communicate(op, value_bytes * values, self.ranks, unit.name, late=op != "all_gather")
         if self._backend == "gloo":
             self.take_buffer(COPY_OF_GLOO, unit, values, value_bytes)

@@ -228,13 +228,13 @@ AGENTS = (
                 "the training halts forever without any notification under Slurm; SLURM_LOCALID, SLURM_PROCID, "
                 "SLURM_NTASKS"
             ),
-            "stuck at the start under Slurm: every process is global rank 0 or 1, both nodes start the same ranks",
+            "stuck at the start under Slurm: every process is global rank 0 or 1; both nodes start the same ranks",
             "the job waits forever for the other nodes or processes to join",
             "hangs at initializing distributed; MEMBER 1/4 appears twice",
             "waits for more ranks than were started: nnodes, num_machines, num_processes or ntasks doesn't match",
-            "Slurm: --ntasks-per-node, srun starts one process, or torchrun is started eight times per node",
+            "Slurm: --ntasks-per-node is wrong, so srun starts one process, or starts torchrun eight times per node",
             "torchrun hangs until all nodes have joined; one node is missing or has the wrong node_rank",
-            "a leftover file of file:// initialization",
+            "a leftover file from file:// initialization",
         ),
         quotes={
             "torch/distributed/distributed_c10d.py": (
@@ -389,7 +389,7 @@ AGENTS = (
         ),
         behavior=(
             "two runs write to the same folder; ranks of a killed torchrun still train",
-            "GPU memory stays in use after Ctrl-C or kill; zombie or orphan processes of the last run",
+            "GPU memory stays in use after Ctrl-C or kill; zombie or orphan processes from the last run",
             "old processes keep training after torchrun was killed",
         ),
         broken=leave_ranks_behind,

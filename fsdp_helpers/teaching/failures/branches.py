@@ -1,4 +1,4 @@
-"""Models whose path differs between ranks or in recomputation, and a step that fails halfway."""
+"""Models that take a different path on each rank or in recomputation, and a step that fails halfway."""
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class TwoHeads(nn.Module):
 
 
 class BothHeads(TwoHeads):
-    """The same model, but every rank computes both heads, in the same order."""
+    """A body with two heads; every rank computes both heads, in the same order."""
 
     def forward(self, samples: Tensor, chosen: int) -> Tensor:
         outputs = [head(self.body(samples)) for head in self.heads]
@@ -131,7 +131,7 @@ class EverySecondTime(nn.Module):
 
 
 class AsTold(EverySecondTime):
-    """The same layer, with the branch chosen by its caller."""
+    """A layer whose branch is chosen by its caller."""
 
     def forward(self, samples: Tensor, is_odd: bool = True) -> Tensor:
         hidden = self.layer(samples)
@@ -317,7 +317,7 @@ BRANCHES = (
                 "input helps"
             ),
             "a mixture of experts hangs or freezes: an expert without tokens on one rank isn't called",
-            "conditional computation: an if in the forward calls a module on some ranks only; sometimes it freezes",
+            "conditional computation: an if in forward calls a module only on some ranks; sometimes it freezes",
             "stochastic depth, early exit or layer skipping with FSDP",
         ),
         quotes={

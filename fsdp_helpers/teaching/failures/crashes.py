@@ -1,4 +1,4 @@
-"""It crashes, with a message that makes sense once you know the cause."""
+"""Crashes with a message that makes sense once you know the cause."""
 
 import torch
 import torch.distributed as dist
@@ -335,7 +335,7 @@ CRASHES = (
             "instead of `fully_shard(model.layers)`."
         ),
         messages=("does not support containers that do not implement forward",),
-        behavior=("fully_shard of a ModuleList, ModuleDict or of model.layers fails",),
+        behavior=("fully_shard fails on a ModuleList, a ModuleDict or model.layers",),
         quotes={
             "a run on the CPU": ("FSDP will not all-gather parameters for containers that do not implement forward",),
         },
@@ -359,7 +359,7 @@ CRASHES = (
         messages=("Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",),
         behavior=(
             "FSDP1 fails while wrapping a model with frozen layers or LoRA",
-            "only some of the layers' weights frozen",
+            "only some of the layers' weights are frozen",
             "PEFT, LoRA or a frozen encoder with FSDP: an error about requires_grad",
             "freezing some layers fails with FSDP",
             "a frozen backbone, vision tower or text encoder under FSDP1; requires_grad=False in part of a unit",

@@ -1,4 +1,4 @@
-"""It crashes at the start, when the processes connect, or at the end, when one of them exits early."""
+"""Crashes at the start, when the processes connect, and at the end, when one of them exits early."""
 
 import os
 import re
@@ -210,7 +210,7 @@ CRASHES_AT_THE_ENDS = (
             "the processes don't know about each other: every one prints rank 0, world size 1, and trains alone",
             "a single process or a single GPU: FSDP, DDP, SyncBatchNorm or all_reduce is called without a group",
             "FSDP does not shard with one GPU; the sharding strategy changes to NO_SHARD",
-            "a CPU or a single-GPU run of a distributed script fails; how to run without distributed",
+            "a CPU or single-GPU run of a distributed script fails; how to run without distributed",
         ),
         quotes={
             "a run on the CPU": (
@@ -432,7 +432,7 @@ CRASHES_AT_THE_ENDS = (
             "torch.distributed fails with exit code 1 and gives no reason",
             "ChildFailedError without a reason; where is the real error; only the torchrun summary is shown",
             "the log has only a list of ranks with exitcode 1 and traceback N/A; the first error is hidden",
-            "it fails at once and says nothing useful; main.py FAILED, train.py FAILED",
+            "it fails immediately and says nothing useful; main.py FAILED, train.py FAILED",
         ),
         quotes={
             "a run on the CPU": (
@@ -481,7 +481,7 @@ CRASHES_AT_THE_ENDS = (
         behavior=(
             "hangs at the start, before the first line of any rank",
             "stuck in init_process_group: some ranks never join",
-            "waiting for clients; fewer of them joined than the world size",
+            "waiting for clients; fewer clients than the world size have joined",
             "torchrun, init_process_group or the TCPStore times out while connecting to the master node",
             "the master address is wrong, or the master node has not started",
             "stuck at init_process_group, or hangs right at initializing distributed; NODE_RANK is set",

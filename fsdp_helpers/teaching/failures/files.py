@@ -157,7 +157,7 @@ FILES = (
         ),
         behavior=(
             "loading pretrained weights into an FSDP2 model fails: torch.Tensor state_dict into DTensor",
-            "resuming from a full checkpoint under FSDP fails with sizes",
+            "resuming from a full checkpoint under FSDP fails with a size mismatch",
             "load a full, pretrained or single-GPU checkpoint into an FSDP or DTensor model",
             "copy_ between a tensor and a DTensor; broadcast_from_rank0",
         ),

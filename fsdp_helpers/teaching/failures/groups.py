@@ -143,7 +143,7 @@ def outputs_alone() -> Numbers:
 
 
 def half_parallel() -> nn.Module:
-    """Return a model whose first layer is tensor-parallel, so that its parameters are on a two-dimensional mesh."""
+    """Return a model whose first layer is tensor-parallel, with this layer's parameters on a two-dimensional mesh."""
     mesh, model = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), small_model()
     parallelize_module(model[0], mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp"])

@@ -1,4 +1,4 @@
-"""It hangs: some ranks wait in a collective that other ranks don't call."""
+"""Hangs: some ranks wait in a collective that other ranks don't call."""
 
 import re
 from datetime import timedelta
@@ -314,8 +314,8 @@ HANGS = (
                 "wait forever"
             ),
             (
-                "only saves if the validation loss is a new low or the best so far, and then hangs; if every epoch "
-                "saves, no hang"
+                "saves only if the validation loss is a new low or the best so far, and then hangs; no hang if every "
+                "epoch saves"
             ),
             "one rank leaves the loop because of a time limit, a signal, a preemption or a maximum number of steps",
             "ranks disagree: a different validation loss, metric, patience or random decision on each rank",

@@ -1,4 +1,4 @@
-"""Data loaders whose worker processes fail, hang, or use too much memory, too many files or too much time."""
+"""Data loaders whose worker processes fail, hang, take too long, or use too much memory or too many files."""
 
 import os
 import resource
@@ -31,7 +31,7 @@ class Images(Dataset):
 
 
 class ReplacedImages(Images):
-    """The same images, with each damaged one replaced by the one before it."""
+    """Eight images, with each damaged image replaced by the one before it."""
 
     def __getitem__(self, number: int) -> Tensor:
         try:
@@ -85,7 +85,7 @@ def lock_held() -> Iterator[None]:
 
 
 class Locked(Dataset):
-    """A dataset whose samples are created while holding the lock."""
+    """A dataset that holds the lock while it creates a sample."""
 
     def __len__(self) -> int:
         return 4
@@ -160,7 +160,7 @@ def private_bytes() -> int:
 
 
 class Names(Dataset):
-    """A dataset of file names; its only sample is how much a worker's memory grows while reading all the names."""
+    """A dataset of file names; its only sample is the growth of a worker's memory while it reads all the names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -357,16 +357,16 @@ LOADERS = (
             "give it to a `torch.utils.data` dataset. Use fewer workers, and limit the size of any caches inside the "
             "dataset."
         ),
-        numbers=("RAM grows steadily in every epoch, GPU memory doesn't",),
+        numbers=("RAM grows steadily in every epoch; GPU memory doesn't",),
         behavior=(
             (
                 "increasing RAM during training until the job is killed; memory leak in the DataLoader; 30 GB at the "
-                "start, 200 GB after a couple epochs"
+                "start, 200 GB after a couple of epochs"
             ),
             "RAM usage is multiplied by num_workers and by the number of GPUs",
             "host memory, RSS or shared memory grows from epoch to epoch; copy-on-write, list, dict",
             "the job is killed by the OOM killer in the middle of training, after hours or epochs, not at the start",
-            "CPU memory keeps increasing for hours or days, until the OOM killer comes",
+            "CPU memory keeps increasing for hours or days, until the OOM killer kills the job",
         ),
         quotes={
             "a run on the CPU": (

@@ -241,16 +241,16 @@ LOADING = (
             "copying a param with shape",
             "from checkpoint, the shape in current model is",
         ),
-        numbers=("the saved file has 1/N of the size of the model, or a few hundred kB",),
+        numbers=("the saved file is 1/N of the size of the model, or a few hundred kB",),
         behavior=(
-            "tensors in the saved file are empty (torch.Size([0])), flat, or have only a part of their rows",
+            "tensors in the saved file are empty (torch.Size([0])), flat, or have only part of their rows",
             "the saved checkpoint is larger, or smaller, than the base model's",
             (
-                "the saved model is incomplete, or only has a part of the parameters; the adapter or model file is "
+                "the saved model is incomplete, or has only part of the parameters; the adapter or model file is "
                 "nearly empty"
             ),
             "resuming on a different number of GPUs fails with a size mismatch",
-            "the state dict is empty, or only contains a part of the weights, after FSDP training",
+            "the state dict is empty, or contains only part of the weights, after FSDP training",
             (
                 "the checkpoint is much smaller than expected; each rank saves its own part; only rank 0's shard is "
                 "in the file"
@@ -293,7 +293,7 @@ LOADING = (
         numbers=("host memory is the number of ranks times the size of the model",),
         behavior=(
             "killed, without a message, while loading checkpoint shards or the model",
-            "all processes load the full checkpoint; CPU memory usage goes up to the number of GPUs times the model",
+            "all processes load the full checkpoint; CPU memory usage grows to the number of GPUs times the model size",
             (
                 "CPU RAM explodes or runs out while a large model is loaded on several GPUs; every process loads the "
                 "whole model; SIGKILL"

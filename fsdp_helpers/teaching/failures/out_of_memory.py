@@ -1,4 +1,4 @@
-"""It runs out of memory: sharding is on, but it saves less memory than it should."""
+"""Out-of-memory failures: sharding is on, but it saves less memory than it should."""
 
 from functools import partial
 
@@ -122,7 +122,7 @@ def half_of_the_state() -> Numbers:
 
 
 class Deep(nn.Module):
-    """Four blocks whose activations are kept until backward, or recomputed there."""
+    """Four blocks whose activations are either kept until backward or recomputed in backward."""
 
     def __init__(self, recomputed: bool) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def recompute_activations(rank: int, world_size: int) -> Numbers:
 
 
 def inputs_of_blocks() -> Numbers:
-    """Return the total size in bytes of three blocks' inputs and the loss; the first block's input is the batch."""
+    """Return the number of bytes in three blocks' inputs and the loss; the first block's input is the batch."""
     return {"bytes that wait for backward": 3 * images(64).nbytes + FP32_BYTES}
 
 
@@ -252,7 +252,7 @@ MEMORY = (
         tell="All ranks run out of memory on the line that saves the model.",
         fix="Save shards with `torch.distributed.checkpoint`, and consolidate the files later, in one process.",
         behavior=(
-            "out of memory when the model is saved: after the last epoch, in a checkpoint, in the full state dict",
+            "out of memory when the model is saved: after the last epoch, for a checkpoint, or as a full state dict",
             "out of memory after training has finished, in save_model",
             (
                 "out of memory when trying to save, or while saving the model, though memory is sufficient during "
@@ -269,7 +269,7 @@ MEMORY = (
             "OOM, killed or exit code -9 at the end of training, during the save",
             "CPU memory grows at each checkpoint; state_dict with offload_to_cpu on every rank",
             "GPU memory jumps or stays higher after saving a checkpoint",
-            "OOM in save_pretrained or save_model after LoRA or full training that went well; save the adapters alone",
+            "OOM in save_pretrained or save_model after LoRA or full training that went well; save only the adapters",
         ),
         quotes={
             "torch/distributed/fsdp/_state_dict_utils.py": ("Failed to clone() tensor with name",),
@@ -299,10 +299,10 @@ MEMORY = (
         behavior=(
             "OOM at the first forward, backward or optimizer step on several GPUs; more GPUs don't help",
             "out of memory with long sequences or a large batch under FSDP or DDP",
-            "one model that fits on a single GPU is out of memory with DDP",
+            "a model that fits on a single GPU runs out of memory with DDP",
             "CUDA out of memory in the very first iteration, in forward or in backward",
             "still runs out of memory with a batch size of 1; OOM on 8 GPUs with fine-tuning of 7B",
-            "CUDA OOM during training with FSDP; out of memory much earlier than without",
+            "CUDA OOM during training with FSDP; out of memory much earlier than without FSDP",
             "OOM error in the middle of training",
             "OOM in the first iteration, in the loss, in the logits, in attention or in optimizer.step",
             "the batch size, sequence length or resolution is too large for one GPU, even with FSDP",

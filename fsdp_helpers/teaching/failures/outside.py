@@ -185,8 +185,8 @@ OUTSIDE = (
             "gradient checkpointing crashes under DDP; use_reentrant",
             "gradient checkpointing and DDP, with find_unused_parameters=True, fail in backward",
             (
-                "under DDP, a module or shared layer is used twice in one forward, a weight is reused, or two losses "
-                "have two backwards"
+                "under DDP, a module or shared layer is used twice in one forward pass, a weight is reused, or two "
+                "losses have two backward passes"
             ),
             "LoRA with gradient_checkpointing under DDP",
         ),
@@ -261,7 +261,7 @@ OUTSIDE = (
             "a dtype error in mixed precision: float, half and bfloat16 meet in a layer",
             "an input, a norm, an embedding or a timestep is in float32 while the weights are in bfloat16 or half",
             (
-                "FSDP with fp16 or bf16: a layer outside the forward, a frozen part or a custom buffer has a "
+                "FSDP with fp16 or bf16: a layer called outside forward, a frozen part or a custom buffer has a "
                 "different dtype"
             ),
             "autocast and mixed_precision together; buffers in a different precision",
@@ -321,7 +321,7 @@ OUTSIDE = (
             "memory leak in multi-GPU training: out of memory after many iterations",
             "memory usage keeps growing during training; each iteration is slower and takes more GPU memory",
             "the loss, outputs or hidden states are accumulated, logged or appended without detach() or item()",
-            "validation without no_grad, with torch.no_grad missing, runs out of memory",
+            "validation without torch.no_grad runs out of memory; no_grad is missing",
             "gathered predictions stay on the GPU during evaluation; eval_accumulation_steps",
         ),
         quotes={

@@ -1,4 +1,4 @@
-"""It trains, but wrongly: every rank follows a recipe for a single process."""
+"""Runs that train, but wrongly: every rank follows a recipe for a single process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,17 +196,17 @@ RECIPES = (
             "the reported accuracy or loss is N times too small with N GPUs",
         ),
         behavior=(
-            "with the same epochs the result of multiple GPUs is much lower",
+            "with the same number of epochs, the result on multiple GPUs is much lower",
             "accuracy varies with the number of GPUs used",
-            "multi-GPU training converges more slowly or to a lower accuracy than a single GPU",
+            "multi-GPU training converges more slowly or to a lower accuracy than single-GPU training",
             "results differ between one GPU and several GPUs with DDP",
             "training on 4 GPUs has a worse loss or accuracy than on 1",
             "DDP performs slightly worse, or much worse, than a single GPU or than DataParallel",
             "the gradients are different between single-GPU and multi-GPU runs, with the same seed and data",
             "the model does not converge, or the performance drops, with multiple GPUs",
             (
-                "accuracy shrinks or is divided by the number of GPUs; correct predictions of one rank over the whole "
-                "data set"
+                "accuracy shrinks or is divided by the number of GPUs; one rank's correct predictions divided by the "
+                "size of the whole data set"
             ),
             (
                 "loss or accuracy of DDP is lower than on a single GPU with the same hyperparameters; effective batch "
@@ -254,7 +254,7 @@ RECIPES = (
         behavior=(
             "logs, progress bars or wandb runs appear once for each GPU",
             "every line is printed 8 times; several wandb or TensorBoard runs; N progress bars",
-            "files overwritten or corrupted because all ranks write them",
+            "files are overwritten or corrupted because all ranks write them",
         ),
         broken=write_on_every_rank,
         fixed=write_on_rank_0,

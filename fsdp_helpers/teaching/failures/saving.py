@@ -488,7 +488,7 @@ SAVING = (
             "you how many images have been seen."
         ),
         tell="Check whether the number of steps times the batch size equals the number of images seen.",
-        fix="Save the number of images seen instead of the number of steps, or refuse to resume with a different one.",
+        fix="Save the number of images seen, not the number of steps, or refuse to resume with a different batch size.",
         numbers=("images seen twice, or not at all, after a resume with a different batch size",),
         behavior=(
             (

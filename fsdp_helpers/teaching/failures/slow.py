@@ -1,4 +1,4 @@
-"""It's slow. We count collectives and downloads, because times differ from machine to machine."""
+"""Slow runs. We count collectives and downloads, because times differ from machine to machine."""
 
 import shutil
 import tempfile

@@ -38,7 +38,7 @@ def images(count: int = ALL_IMAGES) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor, all-gathered if it's sharded; every rank has to call this."""
+    """Return the full tensor, all-gathered if it's sharded; every rank has to call this function."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

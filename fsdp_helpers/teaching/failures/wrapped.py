@@ -1,4 +1,4 @@
-"""Code that changes a sharded model, or uses it in a way that its hooks and flat parameters don't expect."""
+"""Code that changes a sharded model, or uses it in a way that FSDP's hooks and flat parameters don't allow."""
 
 from contextlib import nullcontext
 
@@ -41,7 +41,7 @@ class WithOutput(nn.Module):
 
 
 class WithDict(WithOutput):
-    """The same model, with its outputs in a dictionary."""
+    """A model that returns its outputs in a dictionary."""
 
     def forward(self, samples: Tensor) -> dict[str, Tensor]:
         return {"scores": self.layers(samples)}
@@ -236,7 +236,7 @@ WRAPPED = (
         ),
         behavior=(
             "multiple forward and then multiple backward calls; inference_mode before training",
-            "two models, a GAN, or a second forward before backward fails under FSDP",
+            "two models, a GAN, or a second forward pass before backward fails under FSDP",
             "FSDP has no find_unused_parameters: a part of the model that isn't used in the step fails",
             "an assertion in FSDP's _post_backward_hook or _pre_backward_hook",
             "FSDP training crashes in backward, DDP training works fine",

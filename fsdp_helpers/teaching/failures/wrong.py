@@ -1,4 +1,4 @@
-"""It trains, but wrongly: the gradients and weights don't match a single-process run."""
+"""Runs that train, but wrongly: the gradients and weights don't match a single-process run."""
 
 import torch
 import torch.distributed as dist
@@ -233,7 +233,7 @@ WRONG = (
         tell="Compare the first step's gradient with the one that a single process computes from all the tokens.",
         fix="Call `dist.all_reduce(num_tokens)`, then `(loss_sum * world_size / num_tokens).backward()`.",
         numbers=(
-            "the loss or the gradient depends on how tokens are shared among the ranks",
+            "the loss or the gradient depends on how tokens are split among the ranks",
             "the logged loss or grad_norm is multiplied by gradient_accumulation_steps, or by the number of GPUs",
         ),
         behavior=(
@@ -319,7 +319,7 @@ WRONG = (
             "Pass the DTensors to `torch.optim.Muon(matrices)`, not the result of `to_local()`. Use AdamW for "
             "everything else."
         ),
-        numbers=("Muon's updates differ from those of one process by a third or more",),
+        numbers=("Muon's updates differ from those in one process by a third or more",),
         broken=orthogonalize_own_rows,
         fixed=orthogonalize_the_matrix,
         right=orthogonalized_alone,

@@ -1,4 +1,4 @@
-"""It trains, but wrongly: the images, statistics and metrics don't match a single-process run."""
+"""Runs that train, but wrongly: the images, statistics and metrics don't match a single-process run."""
 
 from collections.abc import Sequence
 
@@ -180,7 +180,7 @@ WRONG_DATA = (
         ),
         numbers=(
             "the same order of samples in every epoch",
-            "the loss at step 201 of a resumed run isn't that of the uninterrupted run",
+            "the loss at step 201 of a resumed run differs from the uninterrupted run's",
         ),
         behavior=(
             "DistributedSampler does not shuffle: the same data order in each epoch",
@@ -254,7 +254,7 @@ WRONG_DATA = (
                 "metrics aren't reduced or averaged over the GPUs; all_reduce of correct and total; the log shows "
                 "only rank 0's part"
             ),
-            "accuracy shrinks with the number of GPUs: correct predictions of one rank divided by the full data set",
+            "accuracy drops as the number of GPUs grows: one rank's correct predictions divided by the full data set",
         ),
         broken=report_own_accuracy,
         fixed=report_common_accuracy,

@@ -1,4 +1,4 @@
-"""It trains, but wrongly: ranks with different initial values, uninitialized buffers, or replaced tensors."""
+"""Runs that train, but wrongly: ranks with different initial values, uninitialized buffers, or replaced tensors."""
 
 from collections.abc import Mapping
 
