@@ -152,7 +152,7 @@ def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> No
     scores = [sum(call(split, tokens, rank, world_size)[2].tolist()) for rank in range(world_size)]
     same = len(set(scores)) == 1
     expect(
-        same, f"{says}some ranks compute more scores than others; which pairs of the 2N pieces give the same total?"
+        same, f"{says}some ranks compute more scores than others; which pairs of the 2N pieces come to the same total?"
     )
 
 
