@@ -68,7 +68,7 @@ def rank_batches(
     """Yield this rank's share of every global batch: images (B / world_size, 1, 28, 28), labels (B / world_size,).
 
     Concatenated in rank order, the shares are the batch that a single process would draw. An incomplete last batch is
-    dropped. `first_step` skips the steps a resumed run has already taken.
+    dropped. The steps before `first_step`, which a resumed run has already taken, are skipped.
     """
     order = epoch_order(len(split), seed=seed, epoch=epoch)
     images_per_rank = global_batch_size // world_size

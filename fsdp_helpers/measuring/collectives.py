@@ -58,8 +58,8 @@ class CollectiveTrace(TorchDispatchMode):
     gloo completes a collective in a separate thread. If the last reference to a buffer is dropped there, the profiler,
     which follows only one thread, doesn't see the buffer being freed. Waiting makes byte counts exact and reproducible.
     On a GPU, NCCL's `wait()` only makes later kernels wait, so we synchronize before and after each collective, and at
-    both ends of each `record_function` phase. Otherwise, we'd time only the launches. As a result, communication never
-    overlaps with computation under a trace.
+    both ends of each `record_function` phase. Otherwise, we'd time only the launches. Because of the waits,
+    communication never overlaps with computation under a trace.
     """
 
     def __init__(self) -> None:

@@ -237,7 +237,7 @@ def check_quantization(config: dict) -> None:
 
 
 def rope_of_config(config: dict) -> tuple[dict, str]:
-    """Return the rotary settings in a `config.json`, found under a newer or an older key, and their type.
+    """Return the rotary settings in a `config.json`, under their newer or older key, and their type.
 
     Raises ValueError if the settings aren't a JSON object.
     """

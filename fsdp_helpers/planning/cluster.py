@@ -82,8 +82,8 @@ class Cluster:
                 continue
             or_more = one.name == "allowance_bytes" or one.name.endswith("latency_s")
             if not (is_number(value) and (value > 0 or value == 0 and or_more)):
-                lowest = "zero or more" if or_more else "above zero"
-                raise ValueError(f"{one.name} is {value}; it must be a number {lowest}")
+                lowest = "a number, zero or more" if or_more else "a number above zero"
+                raise ValueError(f"{one.name} is {value}; it must be {lowest}")
 
     @classmethod
     def of(cls, device: str, world_size: int, precision: str = "bf16", **changes) -> "Cluster":

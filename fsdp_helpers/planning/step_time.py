@@ -85,7 +85,7 @@ def _longest_forward_s(spans: Sequence[Span]) -> float:
 
 
 class _Seconds:
-    """A function from a task to its time in seconds. A unit's operations are split among its arithmetic tasks."""
+    """A callable that returns a task's time in seconds. A unit's operations are split among its arithmetic tasks."""
 
     def __init__(
         self, tasks: Sequence[Task], unit_flops: Mapping[str, float], speed: Speed, backward_factor: float, parts: int

@@ -244,7 +244,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"device_memory_gb": "inf"}, "device_memory_bytes is inf"),
         ({"device_memory_gb": "0"}, "device_memory_bytes is 0.0"),
         ({"tflops": "0"}, "flops_per_s is 0.0"),
-        ({"allowance_gb": "-4"}, "allowance_bytes is -4000000000.0; it must be a number zero or more"),
+        ({"allowance_gb": "-4"}, "allowance_bytes is -4000000000.0; it must be a number, zero or more"),
         ({"images": "0"}, "batch is 0"),
         ({"tokens": "8"}, "--tokens: a batch of vit-10b is counted in images; use --images"),
         ({"strategy": "local"}, "strategy 'local' trains in one process"),

@@ -18,7 +18,7 @@ LARGEST_CHAPTER_BYTES = 7 * GB  # 04, with its 94 million parameters
 
 
 def cores() -> Outcome:
-    """Count the cores. One core is enough, but slow."""
+    """Count the cores. One core is enough, but runs are slow on it."""
     from fsdp_helpers.ranks.group import num_cores
 
     count = num_cores()

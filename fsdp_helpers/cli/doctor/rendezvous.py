@@ -77,7 +77,7 @@ def missing_for_gloo() -> list[str]:
 
 
 def matches_nccl(chosen: str, there: Sequence[str]) -> bool:
-    """Return True if NCCL would find an interface; names are prefixes, but exact after `=`, and excluded after `^`."""
+    """Return True if NCCL would find an interface: names match as prefixes, or exactly after `=`; `^` excludes them."""
     is_excluded, chosen = chosen.startswith("^"), chosen.removeprefix("^")
     is_exact, names = chosen.startswith("="), chosen.removeprefix("=").split(",")
 
@@ -88,7 +88,7 @@ def matches_nccl(chosen: str, there: Sequence[str]) -> bool:
 
 
 def proxies_leave_this_machine_alone() -> Outcome:
-    """Look for a proxy that would intercept requests to this machine, such as Jupyter's and the debug server's."""
+    """Look for a proxy that would intercept requests to this machine, such as those to Jupyter and the debug server."""
     found = [name for name in PROXIES if os.environ.get(name)]
     if not found:
         return Outcome(True, "none")

@@ -33,7 +33,7 @@ class NotYet(AssertionError):
 
 
 class Crash(NotYet):
-    """Raised when the answer fails with an error or can't be checked; the label is red."""
+    """Raised when the answer fails with an error or can't be checked; a notebook shows a red label."""
 
     look = "\x1b[97;41m"  # white on red
 
@@ -153,7 +153,7 @@ DRAW = random.SystemRandom()  # unpredictable, even if a notebook sets a seed
 
 
 def sizes_and_ranks(*edge_cases: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield (size, number of ranks that divides it) pairs, edge cases first; a size is in bytes or parameters."""
+    """Yield pairs of a size (bytes or parameters) and a number of ranks that divides it, edge cases first."""
     yield from edge_cases
     for _ in range(FRESH_CASES):
         world_size = DRAW.randint(2, 64)

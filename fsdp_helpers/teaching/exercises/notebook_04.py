@@ -160,7 +160,7 @@ def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
 
 
 def has_unit(module: nn.Module) -> bool:
-    """Return True if each parameter in `module` belongs to a unit that is `module` or lies within it."""
+    """Return True if every parameter in `module` belongs to a unit that is `module` itself or is inside it."""
     if isinstance(module, FSDPModule):
         return True
     own = list(module.parameters(recurse=False))
@@ -201,7 +201,7 @@ def _expect_hooks(found: TrainedHooks, says: str) -> None:
         found.num_gathers == GATHERS,
         f"{says}a step runs {found.num_gathers} all-gathers, not {GATHERS}: one per block in each pass",
     )
-    expect(found.most_whole <= 2, f"{says}while one block computes, {found.most_whole} are unsharded; 2 are enough")
+    expect(found.most_whole <= 2, f"{says}while one block computes, {found.most_whole} blocks are unsharded; 2 suffice")
     expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
 
 
@@ -296,7 +296,7 @@ class Onlooker:
         self.most_whole = max(self.most_whole, sum(other.whole_bytes > 0 for other in self.blocks))
 
     def watch(self, module: Block, block: ShardedBlock) -> None:
-        """Observe the forward and backward pass of every layer in `module`."""
+        """Observe the forward and backward passes of every layer in `module`."""
         for layer in (module.first, module.second):
             layer.register_forward_pre_hook(lambda *_: self.computing(block, "forward"))
             layer.register_full_backward_pre_hook(lambda *_: self.computing(block, "backward"))

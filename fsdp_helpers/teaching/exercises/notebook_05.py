@@ -66,7 +66,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
             f"{says}fewer images would also hide the copies. Which of a rank's bytes are copied, and which direction "
             f"is slower?",
         )
-    return "Right: 4 (2 P - root) / N bytes copied to the device, hidden behind the arithmetic of enough images."
+    return "Right: the arithmetic on enough images hides the copies of 4 (2 P - root) / N bytes to the device."
 
 
 def _links() -> Iterator[tuple[int, int, int, float, float]]:
@@ -99,7 +99,7 @@ def check_plan(module: str = "my_plan") -> str:
 
 
 def _plan_cases() -> list[dict[str, int]]:
-    """Return random models with ample, too little, or exactly enough device and host memory."""
+    """Return random models for devices and hosts with ample, too little, or exactly enough memory."""
     draw = DRAW.randint
     cases = []
     for _ in range(20):

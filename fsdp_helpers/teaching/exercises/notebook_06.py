@@ -213,9 +213,9 @@ def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """In the block, cut short the save after KILLED_AFTER `taken` steps: write only a part, then exit the process.
+    """In the block, cut short the save after KILLED_AFTER `taken` steps: write only part of it, then exit.
 
-    DCP writes only rank 0's file; `torch.save` writes half of its file.
+    With DCP, write only rank 0's file; with `torch.save`, write half of the file.
     """
     dying = dist.new_group(timeout=timedelta(seconds=5))  # a separate group, since a save may run in a thread
     write_data, save = FileSystemWriter.write_data, torch.save

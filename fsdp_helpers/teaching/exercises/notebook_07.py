@@ -58,7 +58,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
         "memory-accumulation",
     )
     largest = max((images for _, images in step["passes"]), default=0)
-    expect(largest <= step["part"], f"{says}a forward pass takes {largest} images; a part has {step['part']}")
+    expect(largest <= step["part"], f"{says}a forward pass gets {largest} images; a part has only {step['part']}")
     kinds = [kind for kind, _ in step["passes"]]
     expect(
         kinds[:2] != ["forward", "forward"],
@@ -128,7 +128,7 @@ def as_number(given: Any) -> float | str:
 
 @contextmanager
 def note_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
-    """Yield a list of passes through `model` in the block: ("forward" or "backward", number of images) pairs."""
+    """Yield a list that gets a ("forward" or "backward", number of images) pair for each pass through `model`."""
     passes = []
 
     def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:

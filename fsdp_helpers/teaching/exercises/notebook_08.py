@@ -111,7 +111,7 @@ def _starts() -> list[tuple[list[int], int]]:
 
 
 def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
-    """Return True if all shards, the unsharded largest layer and a copy of its shard fit, using exact integers."""
+    """Return True if all shards, the largest layer unsharded, and a copy of its shard fit, in exact arithmetic."""
     return 4 * (sum(layers) + max(layers)) + 4 * max(layers) * world_size <= device_bytes * world_size
 
 

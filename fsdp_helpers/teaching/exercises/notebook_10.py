@@ -309,7 +309,7 @@ def _run_to_its_end(path: str, told: dict[str, str], job: int) -> Done:
     done, status = run_script(path, told, job, NODES, ends=True)
     _expect_one_per_node(done, NODES)
     expect(status == 0, f"every torchrun succeeded, but the script exited with status {status}")
-    expect("scontrol requeue" not in done.calls, "the training had finished, but the script requeued the job")
+    expect("scontrol requeue" not in done.calls, "training had finished, but the script requeued the job")
     return done
 
 

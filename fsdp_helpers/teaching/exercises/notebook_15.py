@@ -61,7 +61,7 @@ def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
     share = (2 * WIDTH + 1) * HIDDEN // world_size  # of both weights and the first bias
     expect(
         found.kept <= share + WIDTH,
-        f"{says}your MLP keeps {found.kept} values; a rank's part of both weights and the first bias, plus the"
+        f"{says}your MLP keeps {found.kept} values; a rank's part of both weights and of the first bias, plus the"
         f" last bias, has {share + WIDTH}",
     )
     expect(
@@ -152,7 +152,7 @@ def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> No
     scores = [sum(call(split, tokens, rank, world_size)[2].tolist()) for rank in range(world_size)]
     same = len(set(scores)) == 1
     expect(
-        same, f"{says}some ranks compute more scores than others; which two of the 2N pieces add up to the same number?"
+        same, f"{says}some ranks compute more scores than others; which pairs of the 2N pieces come to the same total?"
     )
 
 

@@ -86,7 +86,7 @@ CARDS = {  # in notebook 11, keyed by a regular expression that matches the erro
 def results_of(
     worker: Callable, module: str, ranks: tuple[int, ...], *arguments: object
 ) -> Iterator[tuple[Any, str, int]]:
-    """Run `worker` on each number of ranks; yield each result, a description of its source, and the number of ranks."""
+    """Run `worker` on each number of ranks; yield each result with its source in words and the number of ranks."""
     for world_size in ranks:
         for rank, found in enumerate(run_on_ranks(worker, module, world_size, *arguments)):
             yield found, f"on {world_size} ranks, rank {rank}: ", world_size

@@ -88,10 +88,10 @@ def train_averaging(model: nn.Module, rank: int, world_size: int, average: Calla
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an SGD optimizer, whose losses show whether gradients were averaged or summed; Adam would hide that."""
+    """Return an SGD optimizer. SGD's losses show whether gradients were averaged or summed; Adam's would hide it."""
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an Adam optimizer with an `eps` so large that its losses also show whether gradients were averaged."""
+    """Return an Adam optimizer with an `eps` so large that the losses also show whether gradients were averaged."""
     return torch.optim.Adam(parameters, lr=0.1, eps=0.1)

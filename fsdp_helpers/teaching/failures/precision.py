@@ -266,7 +266,7 @@ PRECISION = (
             "torch.bfloat16)`, and put the adapters in separate units."
         ),
         behavior=(
-            "FSDP2 takes more GPU memory than FSDP with LoRA",
+            "with LoRA, FSDP2 takes more GPU memory than FSDP",
             "LoRA under FSDP2 needs more memory than under FSDP1",
             "the frozen base model is upcast to float32",
             "the checkpoint is twice as large as the model: weights were upcast and are saved in float32",

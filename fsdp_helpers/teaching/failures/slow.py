@@ -354,7 +354,7 @@ SLOW = (
         behavior=(
             "training on the CPU, or the data loading, is slow under torchrun; OMP_NUM_THREADS",
             "CPU usage is 100% on all cores, and each rank is slow",
-            "CPU-bound preprocessing or training is slow since torchrun; OMP_NUM_THREADS=1",
+            "CPU-bound preprocessing or training is slow under torchrun; OMP_NUM_THREADS=1",
             "too many threads; CPU oversubscription; load average in the hundreds",
         ),
         quotes={

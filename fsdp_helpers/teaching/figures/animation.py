@@ -49,7 +49,7 @@ HATCH_PATTERN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A part's position and visibility at one moment; between two keys, the part moves at a constant speed."""
+    """A part's position and visibility at one moment; between two keyframes, the part moves at a constant speed."""
 
     time_s: float
     y: float = 0.0
@@ -402,7 +402,7 @@ def _curve(step: UnitTrace) -> Iterator[str]:
 
 
 def ddp_bytes(step: UnitTrace) -> int:
-    """Return how many bytes a DDP rank holds between steps: 16 per parameter, plus 4 in its buckets."""
+    """Return how many bytes a DDP rank holds between steps: 20 per parameter, 4 of them in its buckets."""
     return 20 * sum(unit.full_bytes for unit in step.units) // 4
 
 

@@ -114,7 +114,7 @@ def _lengths(ax: Axes, container: BarContainer) -> Iterator[tuple[str, float]]:
 
 
 def _row_names(ax: Axes) -> dict[float, str]:
-    """Return the row names of these axes or, if they have none, of the nearest earlier axes that do."""
+    """Return the row names of these axes or, if they have none, those of the nearest earlier axes with names."""
     before = ax.figure.axes[: ax.figure.axes.index(ax) + 1]
     return next((names for one in reversed(before) if (names := _tick_names(one.yaxis))), {})
 

@@ -21,7 +21,7 @@ WORK_COLORS = {"F": FRAME_COLOR, "B": TEXT_COLOR}  # as in `draw_streams`
 
 
 def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> tuple[Figure, Sequence[Axes]]:
-    """Draw one panel per mesh of 2 x 2 ranks, two panels side by side. Each rank's box lists what the rank holds.
+    """Draw one panel per mesh of 2 x 2 ranks, with two panels in each row. Each rank's box lists what the rank holds.
 
     `meshes` maps each pair of dimension names (rows first) to what ranks 0 and 1 hold along each of the two dimensions.
     It has an even number of pairs.

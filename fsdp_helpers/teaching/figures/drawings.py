@@ -202,7 +202,7 @@ def _draw_span(ax: Axes, row: int, span: Span, color: str) -> None:
 
 
 def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """Draw the order of events in forward, one row per setting; entries are "gather 3" or "compute 3"."""
+    """Draw the order of events in forward, one row per setting; an entry looks like "gather 3" or "compute 3"."""
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 0.9 + 0.55 * len(orders)), layout="constrained")
         for row, order in enumerate(orders.values()):

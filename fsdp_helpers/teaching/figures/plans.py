@@ -68,7 +68,7 @@ def plot_what_fits(
     """Plot a rank's bytes by number of ranks: a line per model, and a dashed line per device size.
 
     `needed` has the bytes by model and number of ranks; `thresholds` has the fewest ranks that fit, by model and device
-    size in GB. A mark shows each threshold within the plotted ranks.
+    size in GB. A mark shows each threshold within the plotted range.
     """
     sizes = sorted({size for fewest in thresholds.values() for size in fewest})
     with figure_style():

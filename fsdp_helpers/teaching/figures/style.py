@@ -87,13 +87,13 @@ def height_of(op: str, row: float) -> float:
 
 
 def swatches(colors: Mapping[str, str]) -> list[Line2D]:
-    """Return one swatch per name for a legend, each as high as that collective's bars."""
+    """Return one swatch per name for a legend, each as tall as that collective's bars."""
     look = {"linestyle": "-", "solid_capstyle": "butt"}
     return [Line2D([], [], color=color, linewidth=height_of(op, 8), label=op, **look) for op, color in colors.items()]
 
 
 def figure_style() -> AbstractContextManager:
-    """Return a context manager for the style. The backend is loaded first, so its settings aren't undone at the end."""
+    """Return a context manager for the style. The backend is loaded first, so leaving doesn't undo its settings."""
     plt.switch_backend(plt.get_backend())
     _describe_in_notebook()
     return plt.rc_context(STYLE)
@@ -127,7 +127,7 @@ def show_described(fig: Figure) -> None:
 
 
 def described_png(fig: Figure) -> tuple[str, dict[str, Any]] | None:
-    """Return a figure as a base64 PNG, and its metadata: the display size and the description."""
+    """Return a figure as a base64 PNG, with its metadata: the display size and the description."""
     from IPython.core.pylabtools import retina_figure
 
     shown = retina_figure(fig, base64=True, bbox_inches="tight")

@@ -34,7 +34,7 @@ def _short(value: float) -> str:
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:
-    """State in which phase a step peaks, and how far above the held bytes; return "" for a curve without phases."""
+    """State a step's peak phase, and how far the peak is above the held bytes; return "" for a curve without phases."""
     if not curve.phases:
         return ""
     peak_s = curve.times_s[curve.allocated_bytes.index(curve.peak_bytes)]
@@ -121,7 +121,7 @@ def errors_within(errors: Sequence[float], bound: float) -> str:
 
 
 def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
-    """State the ratio of the slowest link's step time to the unlimited step time; `steps_s` is keyed by Mbit/s."""
+    """State the ratio of the slowest link's step time to that of an unlimited link; `steps_s` is keyed by Mbit/s."""
     slowest = min(steps_s)
     return (
         f"At {slowest:,.0f} Mbit/s, a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"

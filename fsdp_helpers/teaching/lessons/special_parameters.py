@@ -25,7 +25,7 @@ STEPS = 4
 
 
 def each(rank: int, world_size: int, function: Callable, choices: Sequence[Hashable]) -> dict:
-    """Call a rank function with each of `choices` in turn on the same ranks; return a dict from choice to result."""
+    """Call a rank function with each of `choices` in turn on the same ranks; return the results, keyed by choice."""
     return {choice: function(rank, world_size, choice) for choice in choices}
 
 

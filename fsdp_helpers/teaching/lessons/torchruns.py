@@ -133,7 +133,7 @@ def lines_with(text: str, *parts: str) -> str:
 
 
 def worker_of(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
-    """Return the process of `rank`, started by `torchrun`."""
+    """Return the process of `rank` that `torchrun` started."""
     (found,) = _workers_of(torchrun, rank)
     return found
 

@@ -33,7 +33,7 @@ class XlaMissing(RuntimeError):
 
 
 class XlaError(RuntimeError):
-    """Raised when a script fails; the message explains a known failure, or has the script's last lines of output."""
+    """Raised when a script fails; the message explains a known failure or quotes the script's last lines of output."""
 
 
 class XlaTimeout(TimeoutError):

@@ -88,7 +88,7 @@ def new_run(failure: Failure) -> tuple[str, str]:
     if not gallery.comes_out_as_said(failure, broken) or not gallery.is_fixed(failure, fixed):
         raise ValueError(f"{failure.name}: its runs don't match its card: {broken}, {fixed}")
     if seconds > MOST_S:
-        raise ValueError(f"{failure.name}: it took {seconds:.0f} s to show its symptom, more than {MOST_S:.0f}")
+        raise ValueError(f"{failure.name}: it took {seconds:.0f} s to show its symptom, more than {MOST_S:.0f} s")
     seen = "\n\n".join(filter(None, [cards.text_block(cards.as_text(broken)), plain_output(failure)]))
     return seen, cards.proof(fixed, failure.right())
 

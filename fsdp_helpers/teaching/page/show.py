@@ -112,7 +112,7 @@ def predictions(
     formula: str = "formula",
     unit: str = "bytes",
 ) -> Markdown:
-    """Show a table of formulas, their predictions, the measurements, and the ratio of measured to predicted.
+    """Show a table of formulas, their predictions, the measurements, and the ratio of measured to predicted values.
 
     Each row has a label, the formula as text, and the predicted and measured numbers, both in `unit`. `what` and
     `formula` are the headings of the first two columns.

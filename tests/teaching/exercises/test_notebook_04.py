@@ -135,7 +135,7 @@ class TestHooks(BuildTestsOnRanks):
                 ),
                 ("    block.register_forward_hook(reshard)\n", "    block.register_forward_hook(reshard_all)\n"),
             ],
-            "while one block computes, 4 are unsharded",
+            "while one block computes, 4 blocks are unsharded",
         ),
         # gathered before there is room for it
         (

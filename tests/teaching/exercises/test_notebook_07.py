@@ -74,7 +74,7 @@ class TestAccumulation(BuildTestsOnRanks):
         ([("    dist.all_reduce(squares)", "    dist.reduce(squares, 0)")], "rank 1: gradient_norm returns"),
         (
             [WITH_TORCH, ("    for index", AS_ONE + "    for index")],
-            "rank 0: a forward pass takes 12 images; a part has 3",
+            "rank 0: a forward pass gets 12 images; a part has only 3",
         ),
         ([(ONE_BY_ONE, TOGETHER)], "the second forward pass comes before the first backward pass"),
         (

@@ -172,7 +172,7 @@ WRONG = [
     ([(WAITING, "wait $!; status=$?\n")], QUEUED_EARLY),
     ([(WAITING, "wait $!\nexit $?\n")], "the script exited while ranks were saving, which stops them: srun has to"),
     ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job wasn't requeued"),
-    ([('[ -z "$out_of_time" ] || ', "")], "the training had finished, but the script requeued the job"),
+    ([('[ -z "$out_of_time" ] || ', "")], "training had finished, but the script requeued the job"),
 ]
 
 
