@@ -12,8 +12,8 @@ POSITION_STD = 0.02  # of newly initialized positions and class tokens, as in Do
 class Attention(nn.Module):
     """Multi-head attention without a causal mask: (N, tokens, width) -> (N, tokens, width).
 
-    The rows of `qkv` are ordered by head, and within a head by query, key and value. So a shard that consists of full
-    heads can compute their attention by itself, as tensor parallelism requires.
+    The rows of `qkv` are ordered by head, and within a head by query, key and value. So a rank whose shard consists of
+    full heads can compute their attention without the other shards, as tensor parallelism requires.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -50,7 +50,7 @@ class ViT(nn.Module):
     """A vision transformer that classifies images: (N, channels, size, size) -> logits (N, classes).
 
     The head gets the class token or, if there is none, the mean over all tokens. `reset_parameters` initializes the
-    parameters outside the layers, so that a model created on the meta device can be filled module by module.
+    parameters that aren't in a layer, so that a model created on the meta device can be filled module by module.
     """
 
     def __init__(self, shape: ViTShape) -> None:

@@ -242,12 +242,12 @@ CRASHES = (
         ),
         messages=("got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor",),
         behavior=(
-            "generate, a submodule, or a model that is only half parallel fails in its first layer",
+            "calling generate or a submodule, or parallelizing only part of the model, fails in the first layer",
             "calling generate on a wrapped model results in an error; it works with summon_full_params",
             "model.generate() under FSDP fails; calling a method of an FSDP model, or a layer inside it, directly",
             "a forward, an encoder or embedding of the FSDP model is called directly, not through the root",
             "a custom method such as encode, encode_image, sample or get_logits fails under FSDP; only forward works",
-            "weights are flat, 1-D or empty inside the forward; the layer sees a shard instead of the full weight",
+            "weights are flat, 1-D or empty inside forward; the layer sees a shard instead of the full weight",
             "merging LoRA, tying or reading weights inside forward under FSDP",
             (
                 "a plain tensor, a mask, an index, a position or a cache meets DTensor parameters, under tensor "
