@@ -79,7 +79,7 @@ def draw(seed: int | None = None, num_cases: int = NUM_CASES) -> Draw:
 def causes() -> Markdown:
     """Return lists of the symptoms and causes that an answer can name."""
     symptoms = ", ".join(f"`{symptom}` ({words})" for symptom, words in SYMPTOMS.items())
-    names = ", ".join(f"`{name}`" for name in sorted(cause_of(failure) for failure in RUN))
+    names = ", ".join(f"`{name}`" for name in sorted({cause_of(failure) for failure in RUN}))
     return Markdown(f"**Symptoms:** {symptoms}\n\n**Causes:** {names}")
 
 
