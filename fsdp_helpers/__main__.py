@@ -98,7 +98,7 @@ def train_flags() -> list[Flag]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, or 1 if a rank or check failed, 2 for bad input, 130 if interrupted."""
+    """Run one command; return 0 for success, 1 if a rank or check failed, 2 for bad input, or 130 if interrupted."""
     parser = build_parser()
     options, others = parser.parse_known_args(arguments)
     if options.command == "lab":

@@ -61,7 +61,7 @@ class TrainConfig:
     """
 
     model: str = setting("shallow", "the network", choices=MODELS, changes_losses=True)
-    strategy: str = setting("local", "how work and state are divided among ranks", choices=STRATEGIES)
+    strategy: str = setting("local", "how the work and the state are divided among ranks", choices=STRATEGIES)
     api: str = setting("fsdp2", "FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
     min_num_params: int = setting(
         20_000, "make each module with at least N parameters a unit (for auto-wrap and recomputation)"
@@ -78,8 +78,8 @@ class TrainConfig:
     reshard_after_backward: bool = setting(True, "fsdp2: keep parameters unsharded from one micro-batch to the next")
     backward_prefetch: str = setting(
         "pre",
-        "fsdp1: all-gather the next unit before (pre) or after (post) computing this one's gradients, or when needed "
-        "(none)",
+        "fsdp1: all-gather the next unit before (pre) or after (post) computing this one's gradients, or only "
+        "when it's needed (none)",
         choices=BACKWARD_PREFETCH,
     )
     bucket_view: bool = setting(
@@ -89,7 +89,7 @@ class TrainConfig:
     max_steps: int | None = setting(None, "stop after N steps", at_least_one=True)
     global_batch_size: int = setting(256, "images per step, over all ranks", at_least_one=True, changes_losses=True)
     learning_rate: float = setting(1e-3, "Adam's learning rate", changes_losses=True)
-    seed: int = setting(0, "seed for the initial values, the order of images, and dropout", changes_losses=True)
+    seed: int = setting(0, "seed for the initial values, the order of the images, and dropout", changes_losses=True)
     train_images: int | None = setting(None, "train on only the first N images", at_least_one=True, changes_losses=True)
     test_images: int | None = setting(None, "test on only the first N images", at_least_one=True)
     dropout: bool = setting(
@@ -281,7 +281,7 @@ class TrainConfig:
             wanted = getattr(self, name)
             if wanted is not None and wanted > available:
                 raise ValueError(
-                    f"{name} is {wanted}, but {source} has {available}; use at most that, or leave it out to use all"
+                    f"{name} is {wanted}, but {source} has {available}; use fewer, or leave it out to use all"
                 )
         used = self.train_images or train_images
         if used < self.global_batch_size:

@@ -105,7 +105,7 @@ def hide_gpus() -> None:
 
 
 def unhide_gpus() -> None:
-    """Undo `hide_gpus` for processes started from now on by restoring the earlier value of the environment variable."""
+    """For processes started from now on, undo `hide_gpus`: restore the environment variable's earlier value."""
     if _hidden:
         before = _hidden.pop()
         if before is None:

@@ -176,8 +176,8 @@ class RunRecord:
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
-                f"ended after {done} of {config.max_steps} steps: {config.epochs} epoch(s) ran out of "
-                f"{config.item}s; raise --epochs"
+                f"ended after {done} of {config.max_steps} steps: the {config.item}s of {config.epochs} "
+                "epoch(s) are used up; raise --epochs"
             )
         if not self.step_losses:
             return f"nothing left to train: all {done} steps are already done; raise --max-steps or --epochs"

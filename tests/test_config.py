@@ -192,9 +192,7 @@ def test_what_is_advised_is_not_refused_next(settings, world_size, advice):
 
 def test_more_images_than_there_are():
     TrainConfig(train_images=1_437, test_images=360).check_data_size("digits", 1_437, 360)
-    with pytest.raises(
-        ValueError, match="train_images is 1438, but digits has 1437; use at most that, or leave it out"
-    ):
+    with pytest.raises(ValueError, match="train_images is 1438, but digits has 1437; use fewer, or leave it out"):
         TrainConfig(train_images=1_438).check_data_size("digits", 1_437, 360)
     with pytest.raises(ValueError, match="test_images is 10001, but mnist has 10000"):
         TrainConfig(test_images=10_001).check_data_size("mnist", 60_000, 10_000)

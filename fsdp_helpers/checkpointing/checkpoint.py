@@ -67,7 +67,7 @@ def save(
     """Save a training state in `folder`, which must be new or empty. Every rank calls this and writes its own shards.
 
     Args:
-        model: plain, or under DDP, FSDP1 or FSDP2. Its parameters are saved, along with rank 0's copy of its buffers.
+        model: a plain model, or one under DDP, FSDP1 or FSDP2; its parameters and rank 0's buffers are saved.
         optimizer: its state is saved, along with its current settings, such as the learning rate.
         extra: anything else the loop needs to continue, such as counters or `schedule.state_dict()`; rank 0's copy is
             saved. `extra` may contain numbers, text, lists, dicts and full tensors. (Random states are always saved.)
@@ -158,7 +158,7 @@ def _finish(
     description: dict[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write this rank's data; rank 0 then renames the folder. Raises CheckpointError on every rank if any fails."""
+    """Write this rank's data; rank 0 then renames the folder. Raises CheckpointError on all ranks if any rank fails."""
     failure = None
     try:
         with failures_named(unfinished, "write its shards"):

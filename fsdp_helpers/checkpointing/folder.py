@@ -75,7 +75,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ) from error
     if not isinstance(written_format, int) or written_format > FORMAT:
         raise CheckpointError(
-            f"{path} has format {written_format}, but this version of fsdp_helpers reads formats up to {FORMAT}; "
+            f"{path} has format {written_format}, but this version of fsdp_helpers can't read formats above {FORMAT}; "
             "update fsdp_helpers to load it"
         )
     try:

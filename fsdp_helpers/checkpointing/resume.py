@@ -1,8 +1,8 @@
 """Save and resume a run: when to save, which settings to save besides tensors, and which settings must match.
 
-On SIGTERM, all ranks save and stop after the same step. Slurm sends SIGTERM before it kills a job, at the time limit or
-for a preemption, and torchrun forwards it to its ranks. The signal may reach some machines earlier than others, so
-after every step, the ranks check whether any of them has received it.
+On SIGTERM, all ranks save and stop after the same step. Slurm sends SIGTERM before it kills a job that has reached its
+time limit or is preempted, and torchrun forwards it to its ranks. The signal may reach some machines earlier than
+others, so after every step, the ranks check whether any of them has received it.
 """
 
 import os
@@ -148,7 +148,7 @@ class RunCheckpoints:
                 checkpoint_folder.keep_newest(folder, self._keep_last)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"{folder}: no checkpoint for step {self.step} ({error}); older checkpoints are kept"
+                f"{folder}: no checkpoint for step {self.step} was saved ({error}); older checkpoints are kept"
             ) from error
 
 

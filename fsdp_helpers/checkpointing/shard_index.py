@@ -78,7 +78,7 @@ class ShardEntry:
 
 
 def read_index(checkpoint: str | os.PathLike) -> list[TensorEntry]:
-    """Return an entry for every tensor in a sharded checkpoint: parameters, optimizer state, random state.
+    """Return an entry for every tensor in a sharded checkpoint: parameters, optimizer state and random states.
 
     This reads only the index. Raises CheckpointError if the index is damaged, names files in another folder, or lists
     anything but tensors.
@@ -103,7 +103,7 @@ def check_model(path: Path, stored: Iterable[TensorEntry], shapes: Mapping[str, 
         there, here = (names.get(name, "none") for names in (found, expected))
         if there != here:
             raise CheckpointError(
-                f"{path} belongs to a different model: {name} has shape {there} there and {here} here"
+                f"{path} belongs to a different model: {name} has shape {there} in the checkpoint, but {here} here"
             )
 
 

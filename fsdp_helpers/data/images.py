@@ -65,7 +65,7 @@ def epoch_order(num_images: int, *, seed: int, epoch: int) -> np.ndarray:
 def rank_batches(
     split: Split, *, rank: int, world_size: int, global_batch_size: int, seed: int, epoch: int, first_step: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's share of every global batch: images (B / world_size, 1, 28, 28), labels (B / world_size,).
+    """Yield this rank's share of every global batch: images (B / world_size, 1, 28, 28) and labels (B / world_size,).
 
     Concatenated in rank order, the shares are the batch that a single process would draw. An incomplete last batch is
     dropped. The steps before `first_step`, which a resumed run has already taken, are skipped.

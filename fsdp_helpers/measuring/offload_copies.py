@@ -1,4 +1,4 @@
-"""Record FSDP2's offload copies between host and device: which tensor is copied, how many bytes, and when."""
+"""Record FSDP2's offload copies between host and device: which tensor, how many bytes, and when."""
 
 import sys
 import time

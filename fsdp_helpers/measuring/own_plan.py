@@ -267,7 +267,7 @@ class OneKernelNorm(torch.autograd.Function):
 def count_flops(
     model: nn.Module, batch: Any, loss_of: LossOf, device: torch.device | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the number of operations in each module's forward pass, excluding submodules, and in its attention."""
+    """Return the number of operations in each module's forward pass (excluding submodules) and in its attention."""
     # Attention runs as plain products, since torch 2.11 doesn't count a fused kernel's operations on a CPU.
     with fake_tensors() if is_meta(model) else nullcontext() as mode, needs_no_values(type(model).__name__):
         if mode is None:

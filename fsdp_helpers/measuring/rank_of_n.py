@@ -128,7 +128,7 @@ def measure_own_rank_of_n(
     units: Sequence[str] = (),
     rank: int = 0,
 ) -> RankOfN:
-    """Measure one rank of N for any model: `build()` creates the model, `loss_of(model)` returns one rank's loss.
+    """Measure one rank of N for any model: `build()` creates the model, and `loss_of(model)` returns one rank's loss.
 
     Only the strategy, the API and the memory levers in `config` matter. `units` names the FSDP units below the root,
     which are recomputed if activation checkpointing is on.

@@ -36,7 +36,7 @@ class Rotary(nn.Module):
         self.inv_freq.copy_(scale_frequencies(frequencies, self.scaling) if self.scaling else frequencies)
 
     def forward(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (length, head_width) each, computed in fp32."""
+        """Return the cosines and the sines, each of shape (length, head_width), computed in fp32."""
         positions = torch.arange(length, device=self.inv_freq.device)
         angles = torch.outer(positions, self.inv_freq.float()).repeat(1, 2)  # (length, head_width)
         return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -166,7 +166,7 @@ def same_document(documents: Tensor) -> Tensor:
 
 
 def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    """Return the sum of the tokens' losses in fp32; unlike means, sums over chunks, micro-batches and ranks add up."""
+    """Return the sum of the tokens' losses in fp32; unlike means, sums can be added across chunks and ranks."""
     logits = head(hidden).float().flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 

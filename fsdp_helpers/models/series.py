@@ -103,7 +103,7 @@ class VisionTransformer(nn.Module):
 
 
 class DeepVisionTransformer(VisionTransformer):
-    """Eight blocks of width 256: 6,338,058 parameters, 789,760 per block. Deep enough for activations to matter."""
+    """Eight blocks of width 256: 6,338,058 parameters, 789,760 per block. It's deep enough that activations matter."""
 
     def __init__(self) -> None:
         super().__init__(width=256, depth=8, num_heads=8)

@@ -38,12 +38,12 @@ class Cluster:
         factor=GB,
     )
     flops_per_s: float | None = setting(
-        None, "speed that a device reaches in practice, not on its data sheet, in 10^12 operations per second", flag="tflops",
+        None, "a device's actual speed, not the one on its data sheet, in 10^12 operations per second", flag="tflops",
         factor=1e12,
     )  # fmt: skip
     allowance_bytes: float = setting(
         CONTEXT_BYTES + NCCL_AND_FRAGMENTATION_BYTES,
-        "memory set aside for everything that isn't calculated: CUDA's context, NCCL, fragmentation (default: 4)",
+        "memory set aside for everything that isn't calculated: CUDA's context, NCCL and fragmentation (default: 4)",
         flag="allowance-gb",
         factor=GB,
     )

@@ -14,7 +14,7 @@ SCALED_TOGETHER = 256  # the number of values in an 8-bit moment that share one 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An optimizer's memory: the state it keeps between steps, and the temporaries it needs during one."""
+    """An optimizer's memory: the state it keeps between steps, and the temporaries it needs during a step."""
 
     title: str
     moments: int  # values kept for each trained value

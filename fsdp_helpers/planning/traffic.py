@@ -42,7 +42,7 @@ def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: 
 
 
 def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, float]:
-    """Return the shortest step time (all communication hidden behind arithmetic) and the longest (none hidden), in s.
+    """Return, in seconds, the shortest step time (arithmetic hides all communication) and the longest (it hides none).
 
     The longest also assumes rates lower than yours by TYPICAL_RANGE, the spread of published runs.
 

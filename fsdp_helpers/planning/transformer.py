@@ -35,7 +35,7 @@ class BlockBytes:
 def transformer_block_bytes(
     *, images: int, tokens: int, width: int, num_heads: int, dropout: bool = True
 ) -> BlockBytes:
-    """Return the bytes of an fp32 `nn.TransformerEncoderLayer` (norm first, ReLU, hidden layer 4 x width) on the CPU.
+    """Return an fp32 `nn.TransformerEncoderLayer`'s bytes on the CPU (norm first, ReLU, hidden layer 4 times as wide).
 
     The count follows Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, adapted to this layer: fp32 instead of
     16-bit values, a second dropout in the hidden layer, masks of 4 bytes per value instead of 1, and attention step by

@@ -105,7 +105,7 @@ def run_worker(
 
 
 class LaunchOutput:
-    """Prints the output of launched ranks, one complete line at a time, each with its rank's number if `names`."""
+    """Prints launched ranks' output, one complete line at a time, each with its rank's number if `names` is true."""
 
     def __init__(self, names: bool) -> None:
         self._names = names

@@ -35,7 +35,7 @@ class Processes(AbstractContextManager):
 
     Each runs `body`; see `run_rank`. Its output goes to on_output(rank, stream, data), and its notes go to on_note(note,
     rank). Its answers to the last message are collected. With two `streams`, standard output and standard error are
-    kept apart; with one, they stay in order. They're stopped when the `with` block ends.
+    kept apart; with one, they stay in order. The processes are stopped when the `with` block ends.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Processes(AbstractContextManager):
     def _have_hung(self, ranks: list[int]) -> bool:
         """Return True once these ranks and their descendants have made no progress for `stall_s` seconds.
 
-        The clock alone can't tell, because a correct program may take long on a busy machine. But it keeps using its
+        The clock alone can't tell, because a correct program may be slow on a busy machine. But it keeps using its
         share of the cores, whereas ranks that wait in a collective use a hundredth of a core at most. Ranks that
         haven't sent a note yet are still joining their group, which may take as long as it needs.
         """
@@ -216,7 +216,7 @@ class Processes(AbstractContextManager):
         """Describe how a process exited without sending a message."""
         code = self.ends[rank]
         if code is None or code >= 0:
-            return f"the process ended with exit status {code}"
+            return f"the process exited with status {code}"
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = " from outside (often by the system, out of memory)" if name == "SIGKILL" else ""
         return f"the process was ended by {name}{hint}"

@@ -42,9 +42,9 @@ def is_in_collective(stack: str) -> bool:
 
 
 def describe(stack: str) -> str:
-    """Describe a stack by its innermost line outside the libraries, and the library function that line called.
+    """Describe a stack by its innermost frame outside the libraries, and the library function called from there.
 
-    A line outside this package, for example in the reader's module, takes precedence over one inside it.
+    A frame outside this package, for example in the reader's module, takes precedence over one inside it.
     """
     called, ours = "", ""
     for path, line, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stack):  # innermost first

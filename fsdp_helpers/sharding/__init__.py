@@ -1,1 +1,1 @@
-"""Sharding a model across ranks: strategies, units, recomputation, gradients."""
+"""Sharding a model across ranks: strategies, units, recomputation and gradients."""

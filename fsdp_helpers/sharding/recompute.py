@@ -21,7 +21,7 @@ MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torc
 
 
 def checkpoint_activations(model: nn.Module, names: Sequence[str], kind: str) -> nn.Module:
-    """Wrap the named modules in place: kind "units" recomputes everything, "selective" all except matrix products.
+    """Wrap the named modules in place. Kind "units" recomputes everything, and "selective" all but matrix products.
 
     If modules are nested, only the outermost is wrapped, since it recomputes everything inside. The names in state
     dicts don't change. Raises ValueError if there's nothing to wrap.

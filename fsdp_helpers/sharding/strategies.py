@@ -65,7 +65,7 @@ def apply_fsdp_auto_wrap(model: nn.Module, device: torch.device, config: TrainCo
 
 
 def apply_fsdp_offload(model: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Shard like auto-wrap, but keep shards, their gradients and optimizer state in host memory when not in use."""
+    """Shard like auto-wrap, but keep shards, their gradients and the optimizer state in host memory when not in use."""
     return shard_with_api(
         model, device, config, policy=size_policy(config.min_num_params, holders_of_ties(model)), offload=True
     )

@@ -88,7 +88,7 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
 
 
 def plain_table(rows: Sequence[ComparisonRow]) -> str:
-    """Return the comparison as a table for an 80-column terminal: names are left-aligned, numbers right-aligned.
+    """Return the comparison as a table for an 80-column terminal, with names left-aligned and numbers right-aligned.
 
     Times are medians, "sent" is the number of bytes one rank sends in a step, and the loss is from the last step.
     """

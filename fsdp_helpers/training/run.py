@@ -93,7 +93,7 @@ def train_each(
     device: str = "auto",
     progress: bool = True,
 ) -> dict[Name, RunRecord]:
-    """Train `config` with each variant's changes, one after the other in a single launch; return the records by name.
+    """Train `config` with each variant's changes, one after another in a single launch; return the records by name.
 
     The records are the same as from separate calls to `train`, but PyTorch is loaded only once. Raises the same errors
     as `train`, and ValueError for a variant with a `checkpoint_dir`.

@@ -167,7 +167,7 @@ def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
 def config_batches(
     dataset: Dataset, config: TrainConfig, rank: int, world_size: int, epoch: int, first_step: int = 0
 ) -> Batches:
-    """Yield this rank's batches for one epoch: images (B / world_size, 1, 28, 28), labels (B / world_size,)."""
+    """Yield this rank's batches for one epoch: images (B / world_size, 1, 28, 28) and labels (B / world_size,)."""
     return rank_batches(
         dataset.train,
         rank=rank,

@@ -114,15 +114,15 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         type=read_interval,
         default="500",
         metavar="N|Nm",
-        help="number of steps between saves, or of minutes if it ends in m, as in 20m (500)",
+        help="number of steps between saves, or a number of minutes if it ends in m, as in 20m (500)",
     )
     add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
     add("--held-out", type=float, default=0.02, help="fraction of the documents to hold out for testing (0.02)")
     add("--test-every", type=int, default=100, help="measure the held-out loss every N steps (100)")
     add("--lora-rank", type=int, default=0, metavar="R", help="freeze the model and train adapters of rank R")
     add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks sdpa)")
-    add("--compile", action="store_true", help="torch.compile each layer")
-    add("--offload", action="store_true", help="keep shards and optimizer state in host memory")
+    add("--compile", action="store_true", help="compile each layer with torch.compile")
+    add("--offload", action="store_true", help="keep the shards and the optimizer state in host memory")
     add("--unit", metavar="CLASS", help="the class of the modules that become units (the model's decoder layers)")
     add("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
@@ -143,7 +143,7 @@ def read_interval(text: str) -> tuple[int | None, float | None]:
     """Return the interval between saves as (steps, None) or as (None, seconds)."""
     if not (found := re.fullmatch(r"(\d+)(m?)", text)) or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a number of steps, such as 500, nor of minutes, such as 20m"
+            f"{text!r} is neither a number of steps, such as 500, nor a number of minutes, such as 20m"
         )
     return (None, 60.0 * int(found[1])) if found[2] else (int(found[1]), None)
 
@@ -441,7 +441,7 @@ class Rows:
 
 
 class TokenLoss(nn.Module):
-    """A language model whose `forward` returns the sum of its tokens' losses, with logits of one chunk at a time."""
+    """A language model whose `forward` returns the sum of its tokens' losses, computing logits in chunks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -576,7 +576,7 @@ def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]
 
 
 def shard(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device, arguments: argparse.Namespace) -> None:
-    """Make each layer a unit that's recomputed in backward. The rest (embedding and head) stays in the root.
+    """Make each layer a unit, recomputed in backward. The embedding and the head stay in the root.
 
     As its own unit, the head would be all-gathered again for every chunk of the loss.
     """

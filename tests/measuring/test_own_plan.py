@@ -256,7 +256,7 @@ def test_a_model_on_meta_has_the_plan_of_one_with_values(activation_checkpointin
 
 
 class Scaled(nn.Module):
-    """A parameter without dimensions."""
+    """A zero-dimensional (scalar) parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     "factory, batch, settings, message",
     [
-        (Scaled, torch.randn(4, 8), {}, "'scale' is a parameter without dimensions"),
+        (Scaled, torch.randn(4, 8), {}, "'scale' is a zero-dimensional"),
         (
             Tied,
             torch.zeros(4, 2, dtype=torch.long),

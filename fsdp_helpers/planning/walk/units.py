@@ -35,7 +35,7 @@ class Unit:
 
 
 def num_shards(sharding: str, world_size: int) -> int:
-    """Return the number of ranks that share a copy of the state: half with "hybrid", one with "none", otherwise all."""
+    """Return how many ranks share a copy of the state: half with "hybrid", one with "none", and all otherwise."""
     return {"hybrid": world_size // 2, "none": 1}.get(sharding, world_size)
 
 
@@ -45,15 +45,15 @@ def cut(
     """Return the root and the named units; a parameter belongs to the innermost unit that contains it.
 
     A unit is empty if all its parameters belong to units inside it. Raises ValueError for a unit that isn't a module
-    with parameters, for tied parameters in different units, and for a parameter without dimensions, which FSDP can't
-    shard.
+    with parameters, for tied parameters in different units, and for a zero-dimensional (scalar) parameter, which FSDP
+    can't shard.
     """
     wanted = dict.fromkeys(name for name in names if name != ROOT)
     found: dict[str, list[str]] = {name: [] for name in (ROOT, *wanted)}
     for parameter, shape in profile.shapes.items():
         if not shape:
             raise ValueError(
-                f"{parameter!r} is a parameter without dimensions, which FSDP can't shard; give it the shape (1,)"
+                f"{parameter!r} is a zero-dimensional parameter, which FSDP can't shard; give it the shape (1,)"
             )
         found[_innermost(parameter, wanted)].append(parameter)
     _check_tied(profile, wanted)
