@@ -41,7 +41,7 @@ def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] 
         share = latency / (latency + bytes_on_their_way)
         expect(share < 0.1 + 1e-6, f"{says}latency then takes {share:.1%} of the all-reduce time")
         expect(share > 0.1 - 1e-6, f"{says}latency is only {share:.1%} of the all-reduce time; a smaller bucket works")
-    return "Right: per rank, the bytes a link sends in nine times its latency. Twice the ranks need twice the bucket."
+    return "Right: N times the bytes a link sends in nine times its latency. Twice as many ranks need twice the bytes."
 
 
 @exercise("02")

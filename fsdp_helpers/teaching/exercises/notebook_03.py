@@ -1,4 +1,4 @@
-"""Exercises for notebook 03: lower the peak of a run, and write a unit."""
+"""Exercises for notebook 03: lower a run's peak memory, and write an FSDP unit."""
 
 import tracemalloc
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
     read_module(module, "Unit")
     for found, says, world_size in results_of(train_readers_unit, module, ranks):
         _expect_unit(found, -(-NET_PARAMS // world_size), says)
-    return f"Right: on {in_words(ranks)} ranks, the losses of a single process, and 16 P / N bytes held on each rank."
+    return f"Right: on {in_words(ranks)} ranks, the losses match one process's, and each rank holds 16 P / N bytes."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
     )
     expect(
         not found.in_root,
-        f"{says}{', '.join(found.in_root)} belong only to the root, which stays unsharded from forward to backward",
+        f"{says}{', '.join(found.in_root)} belong only to the root, which stays unsharded until backward ends",
         "memory-root-only",
     )
     expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")

@@ -66,7 +66,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
             f"{says}fewer images would also hide the copies. Which of a rank's bytes are copied, and which direction "
             f"is slower?",
         )
-    return "Right: the arithmetic on enough images hides the copies of 4 (2 P - root) / N bytes to the device."
+    return "Right: with enough images, the arithmetic hides the copies of 4 (2 P - root) / N bytes to the device."
 
 
 def _links() -> Iterator[tuple[int, int, int, float, float]]:
@@ -95,7 +95,7 @@ def check_plan(module: str = "my_plan") -> str:
         expect(0 <= given <= case["num_blocks"], f"{says}the model has only {case['num_blocks']} blocks")
         expect(given in fitting, f"{says}{_what_is_too_small(given, case)}")
         expect(given == fitting[0], f"{says}the model also fits with fewer blocks on the host")
-    return "Right: the fewest blocks that make the model fit, or None if no number does."
+    return "Right: the fewest blocks that make the model fit, or None if it can't fit."
 
 
 def _plan_cases() -> list[dict[str, int]]:

@@ -58,7 +58,7 @@ def check_checkpoint_bytes(checkpoint_bytes: Callable[[int], float] | None) -> s
             abs(given - 12 * num_params) < 1,
             f"for {format_count(num_params)} parameters, your function returns {format_bytes(int(given))}, too"
             f" {'much' if given > 12 * num_params else 'little'}; which"
-            " of a parameter's values does the next step need?",
+            " values does the next step need for each parameter?",
         )
     return "Right: 12 P bytes, for any number of ranks."
 
@@ -115,7 +115,7 @@ def check_saving_interval(interval_s: Callable[[float, float], float] | None) ->
         expect(
             saving + lost_work <= (1 + FLAT) * least,
             f"with saves of {save_s:.1f} s and a failure every {between_failures_s:,.0f} s, your function returns "
-            f"{given:,.1f} s, which costs {saving:.2%} of the time for saving and {lost_work:.2%} for lost work; "
+            f"{given:,.1f} s, so {saving:.2%} of the time is spent on saves and {lost_work:.2%} on lost work; "
             "a different interval costs less",
         )
     return "Right: the square root of 2 x save time x time between failures."
@@ -213,7 +213,7 @@ def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """In the block, cut short the save after KILLED_AFTER `taken` steps: write only part of it, then exit.
+    """Inside the `with` block, cut short the save after KILLED_AFTER `taken` steps: write part of it, then exit.
 
     With DCP, write only rank 0's file; with `torch.save`, write half of the file.
     """

@@ -1,4 +1,4 @@
-"""Exercises for notebook 07: stay below a peak, accumulate gradients over micro-batches, and compute the norm."""
+"""Exercises for notebook 07: limit peak memory, accumulate gradients over micro-batches, and compute their norm."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -118,7 +118,7 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
 
 
 def run_script(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...], *, ends: bool) -> tuple[Done, int]:
-    """Run the script with the stand-ins until it exits; unless `ends`, signal it once every torchrun has started."""
+    """Run the script with stand-ins until it exits; if `ends` is false, signal it once all torchruns have started."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as name:
         folder, left_early = Path(name), False
         _write_stand_ins(folder / "bin")
@@ -293,7 +293,7 @@ def _check_directives(told: dict[str, str]) -> None:
     limit = told.get("time", "")
     expect(bool(re.fullmatch(r"[\d:-]*\d", limit)), "#SBATCH --time: the job needs a time limit")
     expect(seconds_of(limit) <= LONGEST_S, f"#SBATCH --time={limit}: the partition allows at most two hours")
-    expect("requeue" in told, "#SBATCH: losing a node would end the job; which option queues it again?")
+    expect("requeue" in told, "#SBATCH: losing a node would end the job; which option requeues the job?")
     found = re.fullmatch(r"B:(?:SIG)?([A-Z]+\d?|\d+)@(\d+)", told.get("signal", ""))
     expect(
         found is not None,
@@ -320,12 +320,12 @@ def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
     expect(
         done.num_asked == len(FEWER),
         f"with --signal={told['signal']}, {done.num_asked} of {len(FEWER)} torchruns got SIGTERM, which makes "
-        "ranks save; bash runs a trap only between commands or while it waits",
+        "ranks save; bash runs a trap only between commands or during `wait`",
     )
     queued = "scontrol requeue" in done.calls
     expect(
         not done.left_early,
-        f"the script {'requeued the job' if queued else 'exited'} while ranks were saving, which stops them: srun "
+        f"the script {'requeued the job' if queued else 'exited'} while ranks were saving, which kills them: srun "
         "has to exit first, but a signal makes bash's `wait` return before that",
     )
     expect(

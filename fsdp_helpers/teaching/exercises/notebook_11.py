@@ -105,7 +105,7 @@ def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]
     """Raise NotYet for the first wrong symptom, cause or fix, without revealing the right one."""
     symptom, cause, letter = answer
     expect(symptom in SYMPTOMS, f"case {number}: {symptom!r} isn't one of the symptoms {', '.join(SYMPTOMS)}")
-    expect(symptom == case.fault.symptom, f"case {number}: that isn't its symptom; read its output again")
+    expect(symptom == case.fault.symptom, f"case {number}: that isn't this case's symptom; read the output again")
     known = [cause_of(failure) for failure in RUN]
     expect(cause in known, f"case {number}: {cause!r} isn't one of the causes in the list")
     wrong_cause = f"case {number}: `{cause}` looks different; compare *How to tell* on the cards for this symptom"

@@ -61,7 +61,7 @@ def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = R
     read_module(module, "backward_by_documents")
     for found, says, _ in results_of(documents_by_reader, module, ranks):
         _expect_documents(found, says)
-    return f"Right: every document counts once, on {in_words(ranks)} ranks, with each unit reduced once."
+    return f"Right: every document counts once, on {in_words(ranks)} ranks, with one reduction per unit."
 
 
 def _expect_documents(found: dict[str, float], says: str) -> None:
@@ -254,7 +254,7 @@ def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> Non
     )
     expect(
         found.restored < TOLERANCE,
-        f"{says}after loading, logits differ by up to {found.restored:.2f} from those before saving",
+        f"{says}after loading, the logits differ by up to {found.restored:.2f} from the logits before saving",
     )
     expect(found.base_kept, f"{says}loading changes frozen weights")
 

@@ -85,7 +85,7 @@ def _named(ops: list[str]) -> str:
 
 
 def build_layers() -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
-    """Build the layer before the MLP, the MLP's two layers, and the layer after, with the same values on every rank."""
+    """Build the layer before the MLP, the MLP's two layers, and the layer after it, all the same on every rank."""
     torch.manual_seed(0)
     return nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, CLASSES)
 
@@ -129,7 +129,7 @@ def check_labels(module: str = "my_labels") -> str:
         sequences, length = DRAW.choice((1, 3)), 2 * world_size * pieces  # odd, so a rank's part is never square
         tokens = torch.tensor([[DRAW.randint(0, 999) for _ in range(length + 1)] for _ in range(sequences)])
         _expect_split_tokens(split, tokens, world_size)
-    return "Right: every label once, next to its token, and the same number of scores on every rank."
+    return "Right: every label appears once, next to its token, and all ranks compute the same number of scores."
 
 
 def _expect_split_tokens(split: Callable, tokens: Tensor, world_size: int) -> None:
@@ -199,7 +199,7 @@ def check_dimensions(choice: Mapping[str, int], sent_gb: Mapping[str, float]) ->
         expect_number(given)
         near = abs(given * 1e9 - size) <= 0.02 * size
         expect(near, f"along {name}, a rank doesn't send {given:,} GB per step; use the formula in the table above")
-    return f"Right: it uses all {NUM_GPUS:,} GPUs, the links carry its traffic, and the bytes match the formulas."
+    return f"Right: the mesh uses all {NUM_GPUS:,} GPUs, the links are fast enough, and the bytes match the formulas."
 
 
 def _expect_possible(run: DimensionedRun) -> None:
@@ -222,8 +222,8 @@ def _expect_fast(run: DimensionedRun) -> None:
         bubble = pipeline_bubble(run.pipeline, run.sequences)  # a micro-batch has at least one sequence
         expect(
             bubble <= MOST_BUBBLE,
-            f"with {run.sequences} micro-batches on {run.pipeline} stages, {bubble:.0%} of the step is bubble, more "
-            f"than {MOST_BUBBLE:.0%}",
+            f"with {run.sequences} micro-batches on {run.pipeline} stages, {bubble:.0%} of the step is bubble; keep "
+            f"the bubble to {MOST_BUBBLE:.0%} or less",
         )
     arithmetic_s, communication_s = step_times_s(run)
     share = communication_s / arithmetic_s

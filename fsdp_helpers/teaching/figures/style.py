@@ -93,7 +93,7 @@ def swatches(colors: Mapping[str, str]) -> list[Line2D]:
 
 
 def figure_style() -> AbstractContextManager:
-    """Return a context manager for the style. The backend is loaded first, so leaving doesn't undo its settings."""
+    """Return a context manager for the style. The backend is loaded first, so its settings outlast the context."""
     plt.switch_backend(plt.get_backend())
     _describe_in_notebook()
     return plt.rc_context(STYLE)

@@ -22,7 +22,7 @@ STEPS_DONE = 2
 
 
 def ranks_from_srun() -> dict[str, int | str]:
-    """Return this process's rank and local rank, the world size and the first node, with one Slurm task per GPU."""
+    """For one Slurm task per GPU, return this process's rank and local rank, the world size and the first node."""
     nodes = subprocess.run(
         ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
     )
@@ -35,7 +35,7 @@ def ranks_from_srun() -> dict[str, int | str]:
 
 
 def ranks_from_torchrun() -> dict[str, int | str]:
-    """Return this process's rank and local rank, the world size and the first node, with one torchrun per node."""
+    """For one torchrun per node, return this process's rank and local rank, the world size and the first node."""
     return {
         "rank": int(os.environ["RANK"]),
         "local_rank": int(os.environ["LOCAL_RANK"]),

@@ -214,7 +214,7 @@ def compare_moments(rank: int, world_size: int, folder: str, one_file: str) -> d
 def take_steps(
     model: nn.Module, optimizer: AdamW, rank: int, world_size: int, first_step: int, last_step: int
 ) -> list[float]:
-    """Train from `first_step` up to `last_step`; return each step's mean loss over the global batch."""
+    """Train from `first_step` until just before `last_step`; return each step's mean loss over the global batch."""
     losses = []
     for parts in load_steps(rank, world_size, first_step, last_step):
         images, labels = (torch.cat(column).to(rank_device()) for column in zip(*parts, strict=True))

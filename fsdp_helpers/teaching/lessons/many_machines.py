@@ -1,4 +1,4 @@
-"""Rank functions for notebook 10: a rank that stops, and hybrid copies that start with different weights."""
+"""Rank functions for notebook 10: a suspended rank, and hybrid copies that start with different weights."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from fsdp_helpers.ranks.group import rank_device
 
 
 def add_up_without(rank: int, world_size: int, stopped: int) -> float:
-    """Stop one rank, as a debugger or a frozen machine would, then all-reduce a 1 from every rank."""
+    """Suspend one rank, as a debugger or a frozen machine would, then all-reduce a 1 from every rank."""
     total = torch.ones(1)
     if rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -164,15 +164,15 @@ def kill_rank(torchrun: subprocess.Popen, rank: int, *, after: Path) -> str:
 
 
 def wait_for_line(torchrun: subprocess.Popen, beginning: str) -> None:
-    """Wait until the run prints a line that starts with `beginning`. Raises RuntimeError if the run ends first."""
+    """Wait until the run prints a line that starts with `beginning`. Raises RuntimeError if the run exits first."""
     for line in torchrun.stdout:
         if line.startswith(beginning):
             return
-    raise RuntimeError(f"the run ended without printing a line that begins with {beginning!r}")
+    raise RuntimeError(f"the run exited without printing a line that begins with {beginning!r}")
 
 
 def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
-    """Wait until a checkpoint exists. Raises RuntimeError if the run ends too early or takes too long."""
+    """Wait until a checkpoint exists. Raises RuntimeError if the run exits too early or takes too long."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not after.exists():
         if torchrun.poll() is not None or time.monotonic() > deadline_s:

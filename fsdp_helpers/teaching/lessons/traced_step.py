@@ -35,8 +35,8 @@ KEPT_SHAPE = ViTShape(
 def train_noting_units(rank: int, world_size: int, config: TrainConfig, shape: ViTShape | None) -> RankUnits:
     """Train for `config.max_steps` steps with FSDP2, and record every unit's events in the last step.
 
-    With `shape`, the model is a vision transformer with a unit per block; otherwise, it's the model that `config`
-    names, as a single unit.
+    If `shape` is given, the model is a vision transformer with a unit per block; otherwise, it's the model that
+    `config` names, as a single unit.
     """
     device = rank_device()
     with trace_memory(device) as trace:

@@ -146,10 +146,10 @@ def explain(output: str) -> str:
     """Return the cause in words if the failure is known; otherwise, return the last lines that the script printed."""
     if arrived := STUCK.search(output):
         return (
-            f"a collective was stuck: {arrived.group(1)} replica(s) reached it within 10 s, and XLA ended the process. "
-            "On a CPU, replicas meet only if all three measures are taken (a lock around each step, "
-            "XLA_ENABLE_PARAM_ALIASING=0, pin_layout_in_collective_ops=False); if they are, the machine is too busy; "
-            "run the script again"
+            f"a collective was stuck: {arrived.group(1)} replica(s) reached it within 10 s, and XLA aborted the "
+            "process. On a CPU, replicas meet only if all three measures are taken (a lock around each step, "
+            "XLA_ENABLE_PARAM_ALIASING=0, pin_layout_in_collective_ops=False); if they are, the machine is too busy, "
+            "so run the script again"
         )
     if "No module named 'torch_xla'" in output:
         return f"this Python lacks torch_xla; run `make xla` to get one that has it, or set {VARIABLE} to another"

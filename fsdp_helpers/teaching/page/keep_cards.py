@@ -1,9 +1,9 @@
 """Write the failure cards into notebook 11: their text, the index and, for failures that we run, the saved runs.
 
-python -m fsdp_helpers.teaching.page.keep_cards               text and index; the saved runs stay as they are
+python -m fsdp_helpers.teaching.page.keep_cards               update the text and the index, but keep the saved runs
 python -m fsdp_helpers.teaching.page.keep_cards NAME ...      run these again and save what they show
 python -m fsdp_helpers.teaching.page.keep_cards --run         run all of them again (takes half an hour)
-python -m fsdp_helpers.teaching.page.keep_cards --tools       py-spy and the debug server, which need extra packages
+python -m fsdp_helpers.teaching.page.keep_cards --tools       run py-spy and the debug server, which need extra packages
 """
 
 import re

@@ -124,12 +124,12 @@ def test_the_kubernetes_job_reads_as_its_kinds():
 
 
 WAITING = "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done\n"
-QUEUED_EARLY = "the script requeued the job while ranks were saving, which stops them: srun has to exit first"
+QUEUED_EARLY = "the script requeued the job while ranks were saving, which kills them: srun has to exit first"
 WRONG = [
     ([("partition=a100", "partition=a40")], "--partition: a40 is given; it should be a100"),
     ([("--gpus-per-node=4", "--gpus-per-node=8")], "the script requests 8 GPUs per node; each node has 4"),
     ([("02:00:00", "1-00:00:00")], "the partition allows at most two hours"),
-    ([("#SBATCH --requeue\n", "")], "which option queues it again"),
+    ([("#SBATCH --requeue\n", "")], "which option requeues the job"),
     ([("B:USR1@300", "USR1@300")], "the script's shell has to get a signal before the time limit"),
     ([("B:USR1@300", "B:USR1@60")], "60 s isn't enough; saving takes up to 300 s"),
     ([("--ntasks-per-node=1", "--ntasks-per-node=4")], "16 torchruns were started; srun should start one on"),
@@ -170,7 +170,7 @@ WRONG = [
     # in the trap, before srun has exited
     ([('"$SLURM_JOB_ID"\' USR1', '"$SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"\' USR1')], QUEUED_EARLY),
     ([(WAITING, "wait $!; status=$?\n")], QUEUED_EARLY),
-    ([(WAITING, "wait $!\nexit $?\n")], "the script exited while ranks were saving, which stops them: srun has to"),
+    ([(WAITING, "wait $!\nexit $?\n")], "the script exited while ranks were saving, which kills them: srun has to"),
     ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job wasn't requeued"),
     ([('[ -z "$out_of_time" ] || ', "")], "training had finished, but the script requeued the job"),
 ]

@@ -32,7 +32,7 @@ def test_each_wrong_part_is_refused_and_the_right_one_not_given_away(cases):
     answers = right_answers(cases)
     symptom, cause, letter = answers[2]
     wrong = {
-        "that isn't its symptom": ("slow" if symptom != "slow" else "hang", cause, letter),
+        "that isn't this case's symptom": ("slow" if symptom != "slow" else "hang", cause, letter),
         "looks different": (symptom, cause_of(next(one for one in RUN if cause_of(one) != cause)), letter),
         "doesn't address it": (symptom, cause, next(other for other in cases.fixes if other != letter)),
         "isn't one of the symptoms": ("no idea", cause, letter),

@@ -105,7 +105,7 @@ class TestAdapters(BuildTestsOnRanks):
         ),
         (
             [("        parameter.copy_(own)\n", "        pass\n")],
-            "after loading, logits differ by .* from those before saving",
+            "after loading, the logits differ by .* from the logits before saving",
         ),
         ([BY_OPTION], "1 tensors that aren't trained, including lm_head.weight"),
         (ELSEWHERE, "in the file, .*second_a differs from the model"),
