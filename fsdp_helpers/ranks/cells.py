@@ -132,7 +132,11 @@ class Cells:
 
 
 def _count_point_to_point() -> Counter[str]:
-    """Return a live count of the sequence numbers that point-to-point messages take, by group; NCCL's take none."""
+    """Return a live count of the sequence numbers that point-to-point messages take, by group.
+
+    Gloo numbers each message. NCCL numbers none, except a batch of them (`batch_isend_irecv`) in some versions of torch,
+    which this doesn't see.
+    """
     counts: Counter[str] = Counter()
     for name in ("send", "recv", "recv_anysource"):
 

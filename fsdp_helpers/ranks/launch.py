@@ -141,8 +141,7 @@ def check_worker(worker: Callable) -> None:
 
 def _check_not_in_a_cell(value: Any) -> None:
     """Raise ValueError for a function or class that's defined in a cell, or typed at a prompt."""
-    is_script = os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
-    if value.__module__ == "__main__" and not is_script:
+    if value.__module__ == "__main__" and not _can_import_main():
         raise ValueError(
             f"{value.__qualname__!r} is defined in a notebook cell or an interactive session. A new process starts empty "
             f"and imports it by name, and it can't import a cell. Put it into {A_MODULE}, and import it from there"
@@ -183,3 +182,11 @@ class _Pickler(pickle.Pickler):
         if inspect.isclass(value) or inspect.isfunction(value):
             _check_not_in_a_cell(value)
         return NotImplemented
+
+
+def _can_import_main() -> bool:
+    """Return True if a new process can import this program's main module: a script, or a module run with -m."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:
+        return not main.__spec__.name.endswith("__main__")  # a package's or a folder's is never imported
+    return os.path.exists(getattr(main, "__file__", None) or "")

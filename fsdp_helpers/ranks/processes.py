@@ -182,11 +182,11 @@ class Processes(AbstractContextManager):
                 else:
                     del self._outputs[output]
 
-    def _moved(self, spent_s: float = 0.0) -> None:
-        """Restart `_have_hung`'s clock: a rank has sent something, or the ranks' CPU time has grown to `spent_s`."""
-        self._since_s, self._spent_s = time.monotonic(), spent_s
+    def _moved(self) -> None:
+        """Restart the clock of `_have_hung`, because a rank has sent or computed something."""
+        self._since_s, self._spent_s = time.monotonic(), {}
 
-    def _have_hung(self, ranks: list[int]) -> bool:
+    def _have_hung(self, ranks: Iterable[int]) -> bool:
         """Return True once these ranks and their descendants have made no progress for `stall_s` seconds.
 
         The clock alone can't tell, because a correct program may be slow on a busy machine. But it keeps using its
@@ -195,9 +195,11 @@ class Processes(AbstractContextManager):
         """
         if self.stall_s is None or len(self.notes) < self.world_size or time.monotonic() - self._since_s < LOOK_S:
             return False
-        spent_s = sum(cpu_seconds(self.pids[rank]) for rank in ranks)
-        if abs(spent_s - self._spent_s) > WAITING_SHARE * self.stall_s * len(ranks):
-            self._moved(spent_s)
+        for rank in ranks:
+            spent_s = cpu_seconds(self.pids[rank])
+            if spent_s - self._spent_s.setdefault(rank, spent_s) > WAITING_SHARE * self.stall_s:
+                self._moved()
+                return False
         return time.monotonic() - self._since_s >= self.stall_s
 
     # ------------------------------------------------------------ how ranks end

@@ -1,6 +1,7 @@
 """The process of one rank, from its start to its exit, no matter what it runs."""
 
 import ctypes
+import glob
 import multiprocessing.util
 import os
 import pickle
@@ -38,7 +39,7 @@ def run_rank(
     link, *outputs = ends[rank]
     server.is_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
-    server.lead_family(multiprocessing.parent_process().join, folder)
+    server.lead_family(multiprocessing.parent_process().join, glob.escape(folder))
     # What Python prints goes to the parent's pipes, line by line, and so does the output of C libraries and programs.
     for name, number, output in zip(("stdout", "stderr"), (1, 2), (outputs[0], outputs[-1]), strict=True):
         os.dup2(output.fileno(), number)
@@ -71,7 +72,7 @@ def run_rank(
         send("answer", Answer(None, failure=Failure(*describe_error(error))))
     # Do what Python does at exit, such as waiting for threads, but skip the cleanup of its own objects: gloo's threads
     # outlive their group, and if one releases a tensor while Python shuts down, the process aborts.
-    server.end_children(os.getpid())
+    server.end_own_children()
     threading._shutdown()  # as multiprocessing does; it first tells thread pools to end, including torch.compile's
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # removes its temporary files
     flush()

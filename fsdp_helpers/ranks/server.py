@@ -23,8 +23,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-import psutil
-
 NO_MAIN_GUARD = 113  # exit status of a rank that reached `launch` again while importing the script
 PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
     "torch",
@@ -33,6 +31,7 @@ PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
     "torch._dynamo",
     "torchvision.datasets",
     "filelock",
+    "psutil",
     "fsdp_helpers.ranks.server",  # comes last, because it freezes everything loaded so far
 ]
 # glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:
@@ -136,14 +135,34 @@ def check_not_a_rank() -> None:
 # ---------------------------------------------------------------- in ranks and in the server
 
 
+def end_own_children() -> None:
+    """Kill everything this process has started or adopted, because the process itself is about to exit."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    end_children(os.getpid())
+
+
 def end_children(pid: int, spare: Iterable[int] = ()) -> None:
     """Kill a process's children, and their children once they're orphaned, until none are left."""
-    with suppress(psutil.NoSuchProcess):  # the process itself has ended
-        while left := [child for child in psutil.Process(pid).children() if child.pid not in spare]:
-            for child in left:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
-            psutil.wait_procs(left, timeout=LOOK_S)
+    while left := _children(pid) - set(spare):
+        for child in left:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with suppress(ChildProcessError):  # it's not a child of this process
+                os.waitpid(child, 0)
+        time.sleep(0.002)
+
+
+def _children(pid: int) -> set[int]:
+    """Return the children of a process, including adopted children; none if there's no /proc.
+
+    psutil would look at every process on the machine, which some clusters forbid (`hidepid`).
+    """
+    found = ""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended in the meantime
+            found += path.read_text()
+    return set(map(int, found.split()))
 
 
 def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
@@ -157,24 +176,31 @@ def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
 
     def watch() -> None:
         wait_for_parent()
-        tidy_up(folders)
-        os._exit(1)
+        try:
+            tidy_up(folders)
+        finally:
+            os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
 def tidy_up(folders: str) -> None:
     """Remove the folders that match a pattern, and kill everything this process has started or adopted."""
+    _remove(folders)  # first, because the server may kill this rank at any time
+    end_own_children()
+    _remove(folders)  # again, because a rank that was still joining may have written there
+
+
+def _remove(folders: str) -> None:
     for folder in glob.glob(folders):
         shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it, too
-    end_children(os.getpid())
 
 
 def _serve(parent: int) -> None:
     """In the server: kill leftover processes when the parent exits, and keep forked memory shared."""
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an orphan's
     # A rank removes its folder when it sees its parent end, but not if the parent was killed while ending its ranks.
-    folders = f"{tempfile.gettempdir()}/{FOLDER.format(parent)}*"
+    folders = f"{glob.escape(tempfile.gettempdir())}/{FOLDER.format(parent)}*"
 
     def wait_for_parent() -> None:
         while os.getppid() == parent:

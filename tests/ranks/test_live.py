@@ -6,16 +6,18 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 from programs import has_ended, is_running, running, wait_until
 from torch.distributed.tensor import Shard
 
 from fsdp_helpers import Ranks
 from fsdp_helpers.gpus import Gpus
-from fsdp_helpers.ranks import live
+from fsdp_helpers.ranks import cells, live
 from fsdp_helpers.ranks.cells import LocalShard
 from fsdp_helpers.ranks.errors import RankError
 
@@ -137,6 +139,21 @@ def test_a_group_without_this_rank_is_no_reason_to_end(ranks, capsys):
 def test_messages_from_rank_to_rank_are_not_collectives(ranks, capsys):
     code = "x = torch.zeros(1)\nfor _ in range(2):\n    dist.send(x + 7, 1) if rank == 0 else dist.recv(x, 0)\nx"
     assert shown(ranks, capsys, code) == "rank 0: tensor([0.])\nrank 1: tensor([7.])\n"
+
+
+@pytest.mark.parametrize("takes_a_number", [True, False], ids=["gloo", "nccl"])
+def test_only_the_numbers_that_messages_take_are_left_out(monkeypatch, takes_a_number):
+    group = SimpleNamespace(group_name="0", number=5)
+    group._get_sequence_number_for_group = lambda: group.number
+
+    def send(group):
+        group.number += takes_a_number
+
+    for name in ("send", "recv", "recv_anysource"):
+        monkeypatch.setattr(dist.ProcessGroup, name, send)
+    counts = cells._count_point_to_point()
+    dist.ProcessGroup.send(group)
+    assert counts["0"] == takes_a_number
 
 
 def test_an_answer_to_what_was_interrupted_is_not_taken_for_another_cells(ranks, capsys):

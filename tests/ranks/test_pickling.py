@@ -4,6 +4,7 @@ import sys
 import threading
 import types
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,11 @@ def test_a_class_of_a_script_may_be_sent(notebook, tmp_path):
     notebook.__file__ = str(tmp_path / "script.py")
     (tmp_path / "script.py").touch()
     assert pickle_job(worker, (notebook.Config(),))
+    notebook.__spec__ = ModuleSpec(
+        "package.__main__", None
+    )  # `python -m package`, whose main module isn't imported again
+    with pytest.raises(ValueError, match="Config' is defined in a notebook cell or an interactive session"):
+        pickle_job(worker, (notebook.Config(),))
 
 
 @pytest.mark.parametrize(

@@ -375,7 +375,10 @@ def test_ddp_waits_for_its_buckets_under_a_time_out_alone(monkeypatch):
     monkeypatch.setattr(strategies.DistributedDataParallel, "register_comm_hook", lambda *hook: hooks.append(hook))
     with fake_group(2):
         model = APPLY_STRATEGY["ddp"](build_model("simple"), torch.device("cpu"), TrainConfig(strategy="ddp"))
-        strategies.wait_for_buckets(model)
+        for off in (None, "", "0"):
+            if off is not None:
+                monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", off)
+            strategies.wait_for_buckets(model)
         assert hooks == []
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
         strategies.wait_for_buckets(build_model("simple"))

@@ -275,7 +275,7 @@ def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> Sa
     except FileNotFoundError:
         return SavedByReader(problem=f"save_adapters didn't write {Path(path).name}")
     except (OSError, SafetensorError) as error:
-        return SavedByReader(problem=f"{Path(path).name} isn't a safetensors file: {type(error).__name__}")
+        return SavedByReader(problem=f"{Path(path).name} can't be read as safetensors: {type(error).__name__}")
     if any(tensors[name].shape != own.shape for name, own in trained.items() if name in tensors):
         return SavedByReader(problem="the file's tensors don't have their full shapes; a rank has only its shard")
     with torch.no_grad():

@@ -92,7 +92,7 @@ class TestAdapters(BuildTestsOnRanks):
     wrong = [
         (
             [("        save_file(tensors, path)", "        torch.save(tensors, path)")],
-            "adapters-2.safetensors isn't a safe",
+            "adapters-2.safetensors can't be read as",
         ),
         ([(" if parameter.requires_grad", "")], "tensors that aren't trained, including"),
         (
