@@ -102,7 +102,7 @@ def is_quote(phrase: str) -> bool:
 
 
 def covered(described: frozenset[str], name: str) -> float:
-    """Return how much of a description a card covers, from 0 to 1; words found only in its explanation count half."""
+    """Return how much of a description a card covers, from 0 to 1; words found only in the explanation count half."""
     seen, said = words_of_card(name)
     shared = described & seen
     if len({word for word in described & (seen | said) if " " not in word}) < FEWEST_WORDS:

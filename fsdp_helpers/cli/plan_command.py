@@ -98,7 +98,7 @@ COST_FLAGS = (
 
 
 def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`. Arguments that `train` also has mean the same there."""
+    """Add the arguments of `plan`. The ones that `train` also accepts mean the same thing there."""
     group = plan.add_argument_group("the model")
     kind = group.add_mutually_exclusive_group(required=True)
     kind.add_argument("--model", choices=NAMED_MODELS, help="a model known by name")

@@ -83,7 +83,7 @@ def versions_as_locked() -> Outcome:
 
 
 def locked_versions(text: str) -> dict[str, str]:
-    """Return a dict from name to version for each package that the lock file lists for this machine."""
+    """Return a dict from package name to version, as the lock file lists them for this machine."""
     from packaging.markers import Marker
 
     found = {}

@@ -53,7 +53,7 @@ def is_orphan(process: Any) -> bool:
     """Return True if the process is an orphan: its parent is process 1, or isn't a Python process.
 
     In a container, process 1 may be torchrun itself (`exec torchrun`), or the Python process that started the ranks.
-    A rank's parent may also be a script that torchrun started; then the script's parent counts.
+    A rank's parent may also be a script that torchrun started; in that case, the script's parent counts.
     """
     parent = process.parent()
     if parent is None:

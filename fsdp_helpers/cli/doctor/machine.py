@@ -110,7 +110,7 @@ def data_can_be_used() -> Outcome:
     except DataError as error:
         return Outcome(False, str(error))
     if problem := why_not_writable(folder):
-        remedy = "make it writable, set FSDP_DATA_DIR to a different one, or FSDP_OFFLINE=1 for the bundled digits"
+        remedy = "make it writable, choose another with FSDP_DATA_DIR, or use the bundled digits with FSDP_OFFLINE=1"
         where = "is compressed in" if is_packed else "isn't in"
         return Outcome(False, f"MNIST {where} {folder}, and that folder isn't writable ({problem}); {remedy}")
     if is_packed:

@@ -77,9 +77,9 @@ def missing_for_gloo() -> list[str]:
 
 
 def matches_nccl(chosen: str, there: Sequence[str]) -> bool:
-    """Return True if NCCL would find an interface: names match as prefixes, or exactly after `=`; `^` excludes them."""
-    is_excluded, chosen = chosen.startswith("^"), chosen.removeprefix("^")
-    is_exact, names = chosen.startswith("="), chosen.removeprefix("=").split(",")
+    """Return True if NCCL would find at least one of the interfaces with NCCL_SOCKET_IFNAME set to `chosen`."""
+    is_excluded, chosen = chosen.startswith("^"), chosen.removeprefix("^")  # "^" excludes those that match
+    is_exact, names = chosen.startswith("="), chosen.removeprefix("=").split(",")  # without "=", prefixes match
 
     def is_named(name: str) -> bool:
         return name in names if is_exact else any(name.startswith(prefix) for prefix in names)

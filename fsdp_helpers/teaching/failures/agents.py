@@ -70,7 +70,7 @@ for step in range({num_steps}):
 
 @contextmanager
 def torchrun(script: str, *flags: str) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """Start a script under torchrun with nohup; once the script is running, yield torchrun and its working folder."""
+    """Start a script under torchrun with nohup; once the script runs, yield torchrun's process and working folder."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(script)
@@ -278,8 +278,8 @@ AGENTS = (
             "unrecognized arguments: --local-rank",
         ),
         behavior=(
-            "argument parsing fails since PyTorch 2.0, with --local_rank",
-            "local_rank isn't passed to the script any more; torchrun and --local-rank; argparse",
+            "argument parsing fails with --local_rank in PyTorch 2.0 and later",
+            "local_rank isn't passed to the script anymore; torchrun and --local-rank; argparse",
         ),
         quotes={
             "a run on the CPU": (
@@ -316,7 +316,7 @@ AGENTS = (
             "got signal: 1",
         ),
         behavior=(
-            "training ends when the terminal or the SSH connection is closed",
+            "training is killed when the terminal or the SSH connection is closed",
             "training stops by itself with nohup, after logging out or closing the laptop",
             "the job dies when I log out, close the laptop, VS Code or the SSH session; nohup; background",
             "received a SIGHUP, SIGINT or SIGTERM; the pod or job is deleted, preempted or canceled",
@@ -388,9 +388,9 @@ AGENTS = (
             "[Notebook 10](10_many_machines.ipynb) lists all the ways that a job can end."
         ),
         behavior=(
-            "two runs write to the same folder; ranks of a killed torchrun still train",
+            "two runs write to the same folder; ranks of a killed torchrun are still training",
             "GPU memory stays in use after Ctrl-C or kill; zombie or orphan processes from the last run",
-            "old processes keep training after torchrun was killed",
+            "old processes keep training after torchrun has been killed",
         ),
         broken=leave_ranks_behind,
         fixed=end_ranks_with_their_agent,
@@ -402,8 +402,8 @@ AGENTS = (
         title="Stuck at Using ~/.cache/torch_extensions as PyTorch extensions root",
         why=(
             "A CUDA extension is compiled the first time it's used, and a lock file keeps other processes out. A "
-            "killed build leaves the lock file behind, and every later process waits for it to go away. On a network "
-            "disk, ranks on several nodes wait for one another."
+            "killed build leaves the lock file behind, and every later process waits for the file to go away. On a "
+            "network disk, ranks on several nodes wait for one another."
         ),
         tell=(
             "`py-spy dump` shows `wait` in `file_baton.py`. The extension's folder contains a file called `lock` "

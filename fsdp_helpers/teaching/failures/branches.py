@@ -234,8 +234,8 @@ BRANCHES = (
         ),
         numbers=("gradients of two heads or experts are mixed up: 11 and 11 instead of 1 and 10",),
         behavior=(
-            "ranks use different heads; find_unused_parameters has no counterpart",
-            "FSDP2 and heads, experts or modalities that only some ranks use: there's no find_unused_parameters",
+            "ranks use different heads; find_unused_parameters has no counterpart in FSDP2",
+            "only some ranks use a head, an expert or a modality under FSDP2: there's no find_unused_parameters",
         ),
         broken=reduce_what_was_used,
         fixed=reduce_zeros_too,
@@ -307,14 +307,14 @@ BRANCHES = (
         ),
         numbers=("a shared body's gradient is wrong where ranks run different experts",),
         behavior=(
-            "LayerDrop, experts or skipped layers: training hangs with NCCL, aborts with gloo, or learns nonsense",
+            "LayerDrop, experts or skipped layers: training hangs with NCCL, aborts with gloo, or gives wrong results",
             (
                 "some batches have no image, audio or video: that rank skips the vision tower or encoder, and FSDP "
                 "freezes"
             ),
             (
-                "text-only batches, mixed modalities or a multimodal data set hang under FSDP or ZeRO-3; a dummy "
-                "input helps"
+                "training hangs under FSDP or ZeRO-3 with text-only batches, mixed modalities or a multimodal data "
+                "set; a dummy input helps"
             ),
             "a mixture of experts hangs or freezes: an expert without tokens on one rank isn't called",
             "conditional computation: an if in forward calls a module only on some ranks; sometimes it freezes",
@@ -350,10 +350,10 @@ BRANCHES = (
         ),
         behavior=(
             "CheckpointError in backward with activation checkpointing",
-            "FSDP and activation checkpointing, or gradient checkpointing, leading to an error in backward",
+            "FSDP with activation checkpointing, or gradient checkpointing, leads to an error in backward",
             "MoE routing, dropout, or another random or data-dependent path differs during recomputation",
             "gradient checkpointing with use_cache, torch.compile, autocast or FlashAttention fails in backward",
-            "activation checkpointing outside FSDP, in the wrong order; checkpoint_wrapper",
+            "activation checkpointing is applied in the wrong order, outside FSDP; checkpoint_wrapper",
         ),
         quotes={
             "a run on the CPU": (
@@ -378,10 +378,10 @@ BRANCHES = (
     ),
     Failure(
         name="memory-after-oom",
-        title="After one step runs out of memory, every later step uses more memory and trains wrongly",
+        title="After one step runs out of memory, later steps use more memory and give wrong results",
         why=(
             "An exception in the middle of backward leaves the units unsharded. If you catch the exception and go on "
-            "to the next batch, the units stay that way: each rank holds full parameters and full gradients, and the "
+            "to the next batch, the units stay unsharded: each rank holds full parameters and full gradients, and the "
             "gradients aren't reduced. No error is raised."
         ),
         tell=(
@@ -392,12 +392,12 @@ BRANCHES = (
             "After catching the exception, call `model.reset_iter_state()` on the root, and then `zero_grad()`, on "
             "every rank."
         ),
-        numbers=("memory is several GB higher after one step ran out of memory; later steps have no reduce-scatter",),
+        numbers=("memory is several GB higher after a step has run out of memory; later steps have no reduce-scatter",),
         behavior=(
             "out of memory once, then in every step",
             (
-                "catching the out of memory error and going on with the next batch; after that memory is higher, or "
-                "everything fails"
+                "the out of memory error is caught and training goes on with the next batch; after that, memory use is "
+                "higher, or everything fails"
             ),
             "auto_find_batch_size or try/except around a step with FSDP",
         ),

@@ -204,9 +204,9 @@ CRASHES = (
             "Signal 6 (SIGABRT) received by PID",
         ),
         behavior=(
-            "one rank skips a batch, for example after nan, and a process aborts",
+            "one rank skips a batch, for example after a NaN loss, and a process aborts",
             (
-                "some ranks skip backward, the optimizer's step or a batch (nan loss, empty batch, out of memory) and "
+                "some ranks skip backward, the optimizer's step or a batch (NaN loss, empty batch, out of memory) and "
                 "continue"
             ),
             "a rank catches an exception and goes on with the next batch",
@@ -244,11 +244,11 @@ CRASHES = (
         behavior=(
             "calling generate or a submodule, or parallelizing only part of the model, fails in the first layer",
             "calling generate on a wrapped model results in an error; it works with summon_full_params",
-            "model.generate() under FSDP fails; calling a method of an FSDP model, or a layer inside it, directly",
-            "a forward, an encoder or embedding of the FSDP model is called directly, not through the root",
+            "model.generate() under FSDP fails; a method of an FSDP model, or a layer inside it, is called directly",
+            "a forward method, an encoder or an embedding of the FSDP model is called directly, not through the root",
             "a custom method such as encode, encode_image, sample or get_logits fails under FSDP; only forward works",
             "weights are flat, 1-D or empty inside forward; the layer sees a shard instead of the full weight",
-            "merging LoRA, tying or reading weights inside forward under FSDP",
+            "merging LoRA, or tying or reading weights inside forward, fails under FSDP",
             (
                 "a plain tensor, a mask, an index, a position or a cache meets DTensor parameters, under tensor "
                 "parallelism or FSDP2"
@@ -389,7 +389,7 @@ CRASHES = (
             "linear layer."
         ),
         fix="Make the whole encoder layer one unit.",
-        behavior=("training works, evaluation fails inside nn.TransformerEncoderLayer",),
+        behavior=("training works, but evaluation fails inside nn.TransformerEncoderLayer",),
         broken=units_inside_the_encoder_layer,
         fixed=the_encoder_layer_as_unit,
         right=encoder_alone,

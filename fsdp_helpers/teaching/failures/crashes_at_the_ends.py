@@ -202,7 +202,7 @@ CRASHES_AT_THE_ENDS = (
         messages=("environment variable RANK expected, but not set",),
         behavior=(
             "each process says that it is rank 0 of 1; the world size is 1",
-            "SyncBatchNorm, DDP or FSDP on a single GPU, without a process group",
+            "SyncBatchNorm, DDP or FSDP is used on a single GPU, without a process group",
             "only one GPU is used although there are several",
             "the script runs without torchrun, or torchrun's variables are missing under Slurm",
             "the world size is 1, so FSDP switches to NO_SHARD",
@@ -210,7 +210,7 @@ CRASHES_AT_THE_ENDS = (
             "the processes don't know about each other: every one prints rank 0, world size 1, and trains alone",
             "a single process or a single GPU: FSDP, DDP, SyncBatchNorm or all_reduce is called without a group",
             "FSDP does not shard with one GPU; the sharding strategy changes to NO_SHARD",
-            "a CPU or single-GPU run of a distributed script fails; how to run without distributed",
+            "a CPU or single-GPU run of a distributed script fails; how to run without torch.distributed",
         ),
         quotes={
             "a run on the CPU": (
@@ -302,7 +302,7 @@ CRASHES_AT_THE_ENDS = (
             "a healthy rank fails, with a message about a connection",
             "one node or pod was preempted, rebooted or killed, and the rest fail with a network error",
             "a connection error in the middle of training, after some hours; the real error is on a different rank",
-            "rank 0 ends or crashes first, and all other ranks complain about the store",
+            "rank 0 exits or crashes first, and all other ranks complain about the store",
         ),
         quotes={
             "a run on the CPU": (
@@ -479,7 +479,7 @@ CRASHES_AT_THE_ENDS = (
         ),
         messages=("The client socket has timed out after 2000ms while trying to connect to",),
         behavior=(
-            "hangs at the start, before the first line of any rank",
+            "hangs at the start, before any rank prints its first line",
             "stuck in init_process_group: some ranks never join",
             "waiting for clients; fewer clients than the world size have joined",
             "torchrun, init_process_group or the TCPStore times out while connecting to the master node",

@@ -85,7 +85,7 @@ def link_to(name: str) -> str:
 
 
 def same_numbers(found: Numbers, right: Numbers, tolerance: float) -> bool:
-    """Return whether the names are the same and the numbers agree within `tolerance`; nan differs from everything."""
+    """Return whether the names are the same and the numbers agree within `tolerance`; NaN differs from everything."""
     return found.keys() == right.keys() and all(
         math.isclose(found[name], right[name], rel_tol=tolerance, abs_tol=tolerance) for name in right
     )

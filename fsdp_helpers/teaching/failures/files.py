@@ -1,4 +1,4 @@
-"""Checkpoints that don't load because they have a different format, location, or PyTorch version."""
+"""Checkpoints that don't load because of their format, their location, or the PyTorch version that wrote them."""
 
 import argparse
 import tempfile
@@ -156,10 +156,10 @@ FILES = (
             "aten.copy_.default",
         ),
         behavior=(
-            "loading pretrained weights into an FSDP2 model fails: torch.Tensor state_dict into DTensor",
+            "loading pretrained weights (a torch.Tensor state_dict) into an FSDP2 model's DTensors fails",
             "resuming from a full checkpoint under FSDP fails with a size mismatch",
-            "load a full, pretrained or single-GPU checkpoint into an FSDP or DTensor model",
-            "copy_ between a tensor and a DTensor; broadcast_from_rank0",
+            "how to load a full, pretrained or single-GPU checkpoint into an FSDP or DTensor model",
+            "copy_ between a tensor and a DTensor fails; broadcast_from_rank0",
         ),
         quotes={
             "a run on the CPU": ("Size mismatch between saved",),
@@ -192,8 +192,8 @@ FILES = (
         behavior=(
             "how to load, merge or convert a sharded checkpoint, distcp files, into one model for inference",
             "the saved FSDP model has no pytorch_model.bin or model.safetensors",
-            "convert distcp, pytorch_model_fsdp_0 or sharded files to safetensors or a Hugging Face model",
-            "resume or inference from a sharded checkpoint; merge shards; zero_to_fp32",
+            "how to convert distcp, pytorch_model_fsdp_0 or sharded files to safetensors or a Hugging Face model",
+            "how to resume or run inference from a sharded checkpoint; merge shards; zero_to_fp32",
         ),
         quotes={
             "a run on the CPU": (
@@ -231,7 +231,7 @@ FILES = (
         ),
         messages=("Weights only load failed",),
         behavior=(
-            "loading or resuming from a checkpoint fails since PyTorch 2.6",
+            "loading or resuming from a checkpoint fails in PyTorch 2.6 and later",
             "torch.load fails after upgrading to 2.6; weights_only=True; numpy or argparse objects in the checkpoint",
         ),
         quotes={

@@ -104,9 +104,9 @@ def without_frames(text: str) -> str:
 
 
 def run_overheard(rank: int, world_size: int, worker: RankFunction, paths: Sequence[Path]) -> Numbers:
-    """Run `worker` as a rank function, and write its standard error, including C++ output, to this rank's path.
+    """Run `worker` as a rank function, and write its standard error, including C++ output, to this rank's file.
 
-    Temporary files go next to that path, so that they're removed even if the rank is killed.
+    Temporary files go next to that file, so that they're removed even if the rank is killed.
     """
     tempfile.tempdir = str(paths[rank].parent)
     with open(paths[rank], "wb") as file:
@@ -168,6 +168,6 @@ def trace_broken(name: str) -> list[list[Collective]]:
 
 
 def run_logged(rank: int, world_size: int, name: str, paths: Sequence[Path]) -> Numbers:
-    """Run a failure's broken function as a rank function, and log this rank's collectives to the rank's path."""
+    """Run a failure's broken function as a rank function, and log this rank's collectives to the rank's file."""
     with log_collectives(paths[rank]):
         return GALLERY[name].broken(rank, world_size)

@@ -217,10 +217,10 @@ GROUPS = (
         ),
         messages=("Mesh should not be bigger than default world size",),
         behavior=(
-            "tensor parallel times data parallel isn't the number of GPUs",
+            "the tensor parallel degree times the data parallel degree isn't the number of GPUs",
             "world size isn't divisible by the tensor, pipeline, context or replica degree",
             "device mesh: wrong shape, missing mesh_dim_names, or a name that doesn't exist",
-            "hybrid sharding wants a 2-D mesh",
+            "hybrid sharding needs a 2-D mesh",
         ),
         quotes={
             "a run on the CPU": (
@@ -263,7 +263,7 @@ GROUPS = (
         ),
         messages=("is not part of group",),
         behavior=(
-            "broadcast, scatter, send or recv in a sub-group with the wrong src; tensor-parallel or node-local groups",
+            "broadcast, scatter, send or recv uses the wrong src in a sub-group; tensor-parallel or node-local groups",
         ),
         quotes={
             "a run on the CPU": ("which does not belong to the given group",),

@@ -207,7 +207,7 @@ HANGS = (
             "one rank has more samples or batches than the others: training hangs at the end of an epoch",
             "training freezes or gets stuck after the first epoch, before or after validation, with no error",
             "uneven inputs; the last batch; IterableDataset or streaming data hangs at the end",
-            "stuck at 99% of the epoch, all GPUs at 100% except one at 0%",
+            "stuck at 99% of the epoch, with all GPUs at 100% except one at 0%",
             "hangs at loss.backward() with several nodes or GPUs",
             "DDP hangs with uneven batches, a different number of batches on each rank",
             "training hangs after one epoch, at the end of the first epoch, or at the last batch",
@@ -220,8 +220,8 @@ HANGS = (
                 "variable-length data set"
             ),
             (
-                "validation never ends or gets stuck on several GPUs, fine on a single one; the validation set is not "
-                "divisible by the number of GPUs"
+                "validation never ends or gets stuck on several GPUs, but is fine on a single one; the validation set "
+                "is not divisible by the number of GPUs"
             ),
             "always stops at the same step or iteration; with more GPUs it stops earlier",
         ),
@@ -267,20 +267,20 @@ HANGS = (
             "deadlock after validation or early stopping: only one rank logs, computes a metric or stops",
             "torch.distributed.barrier() hangs",
             "gets stuck after saving a checkpoint, or at the last step",
-            "hangs when saving checkpoint, when saving the model, or after validation",
+            "hangs when saving a checkpoint, when saving the model, or after validation",
             "stuck during evaluation, during validation, or when computing metrics on rank 0 only",
             (
                 "if rank == 0, is_main_process or local_rank == 0 around an evaluation, a save or a log; the other "
                 "processes hang or time out"
             ),
             (
-                "only rank 0 validates with the DDP model; BatchNorm buffers are broadcast in its forward; "
+                "only rank 0 validates with the DDP model; BatchNorm buffers are broadcast in its forward pass; "
                 "broadcast_buffers=False helps"
             ),
             "the hang goes away if every rank saves, evaluates or logs",
-            "trainer.save_model, save_pretrained, state_dict() or get_state_dict on rank 0 only",
+            "trainer.save_model, save_pretrained, state_dict() or get_state_dict is called on rank 0 only",
             "a callback, a metric or self.log with rank_zero_only hangs; sync_dist",
-            "print(loss), .item() or .full_tensor() of a DTensor inside if rank == 0",
+            "print(loss), .item() or .full_tensor() of a DTensor inside if rank == 0 hangs",
             "training hangs after evaluation; the validation loop runs on one GPU while the others wait",
             (
                 "FSDP hangs at the beginning of the second epoch, after rank 0 alone has evaluated or saved; with DDP "
@@ -383,7 +383,7 @@ HANGS = (
         behavior=(
             "hangs at the start, in new_group or in a smaller process group",
             "new_group, split_group or a sub-group hangs; only the members of the group call it",
-            "creating a process group on some ranks only",
+            "a process group is created on some ranks only",
         ),
         broken=make_group_on_rank_0,
         fixed=make_group_on_every_rank,
@@ -409,7 +409,7 @@ HANGS = (
         ),
         messages=("Timed out waiting 1800000ms for recv operation to complete",),
         behavior=(
-            "hangs for half an hour (1800000ms), then a timeout that names no rank",
+            "hangs for half an hour (1800000ms), then reports a timeout that names no rank",
             (
                 "always fails after 30 minutes, while rank 0 tokenizes, downloads or prepares a large data set and "
                 "the others wait in a barrier"

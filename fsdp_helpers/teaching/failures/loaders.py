@@ -229,7 +229,7 @@ LOADERS = (
         title="A DataLoader worker exits or fails on one rank",
         why=(
             "A worker process died or raised an exception: a file is damaged, a transform fails on one sample, or "
-            "host memory ran out. Only that rank stops; the others report a timeout or a lost connection."
+            "host memory ran out. Only that rank fails; the others report a timeout or a lost connection."
         ),
         tell=(
             "The first traceback says *Caught ... in DataLoader worker process*. To find the line, set `num_workers=0`."
@@ -286,7 +286,7 @@ LOADERS = (
         ),
         messages=("DataLoader timed out after",),
         behavior=(
-            "the data loader hangs or deadlocks with num_workers > 0, works with num_workers=0",
+            "the data loader hangs or deadlocks with num_workers > 0, but works with num_workers=0",
             (
                 "stuck at the first batch: workers never return; fork, threads, OpenCV, cv2, tokenizers, HDF5, h5py, "
                 "lmdb, zarr"
@@ -396,10 +396,10 @@ LOADERS = (
         behavior=(
             "GPU utilization is low or drops to zero between batches or epochs under DDP",
             "training pauses at the start of each epoch",
-            "data loading is the bottleneck; the GPU utilization is low",
-            "GPU utilization goes up and down, 0% for seconds; the step waits for the next batch; num_workers",
+            "data loading is the bottleneck; GPU utilization is low",
+            "GPU utilization goes up and down, and is 0% for seconds; the step waits for the next batch; num_workers",
             "each epoch begins with a long pause; workers are started again",
-            "reading from NFS, S3 or a slow disk",
+            "the data is read from NFS, S3 or a slow disk",
         ),
         broken=start_workers_in_each_epoch,
         fixed=keep_workers,

@@ -243,7 +243,7 @@ LOADING = (
         ),
         numbers=("the saved file is 1/N of the size of the model, or a few hundred kB",),
         behavior=(
-            "tensors in the saved file are empty (torch.Size([0])), flat, or have only part of their rows",
+            "tensors in the saved file are empty (torch.Size([0])) or flat, or have only part of their rows",
             "the saved checkpoint is larger, or smaller, than the base model's",
             (
                 "the saved model is incomplete, or has only part of the parameters; the adapter or model file is "
@@ -259,7 +259,7 @@ LOADING = (
                 "adapter_model.safetensors or pytorch_model.bin is only a few kB; LoRA weights are empty after FSDP "
                 "or ZeRO-3"
             ),
-            "saved weights have shape 0, 1-D or a fraction of the rows; loading reports a size mismatch",
+            "saved weights have shape 0, are 1-D, or have only a fraction of the rows; loading reports a size mismatch",
             "a model saved under FSDP can't be loaded by from_pretrained",
         ),
         quotes={
@@ -307,7 +307,7 @@ LOADING = (
             ),
             "the pod or container is OOMKilled or evicted while loading, exit code 137",
             "from_pretrained on all ranks; low_cpu_mem_usage; cpu_ram_efficient_loading",
-            "CPU RAM usage multiplied by the number of processes",
+            "CPU RAM usage is multiplied by the number of processes",
         ),
         quotes={
             "a run on the CPU": (
@@ -400,7 +400,7 @@ LOADING = (
             "dcp.load succeeds, but the model is unchanged",
             (
                 "dcp.load without set_state_dict: weights stay random or at their initial values; the loaded state "
-                "dict is correct, the model isn't"
+                "dict is correct, but the model isn't"
             ),
         ),
         broken=fill_a_copy,
@@ -485,8 +485,8 @@ LOADING = (
         messages=("fully_shard doesn't support scalar parameters",),
         behavior=(
             "a logit scale or a layer scale breaks a move to FSDP2",
-            "a 0-dim parameter, a temperature or a logit_scale under FSDP",
-            "a parameter that isn't contiguous, or a dimension that can't be divided among the ranks",
+            "a 0-dim parameter, a temperature or a logit_scale fails under FSDP",
+            "a parameter isn't contiguous, or a dimension can't be divided among the ranks",
         ),
         quotes={
             "a run on the CPU": (

@@ -229,7 +229,7 @@ MEMORY = (
             "Let gradients be reduced after each micro-batch: leave out `model.set_requires_gradient_sync(False)`, "
             "unless full gradients fit in memory."
         ),
-        numbers=("after the first micro-batch, 4 bytes more per parameter of the full model",),
+        numbers=("after the first micro-batch, memory is higher by 4 bytes per parameter of the full model",),
         behavior=(
             "out of memory with gradient accumulation, no_sync or set_requires_gradient_sync(False)",
             "memory grows with gradient_accumulation_steps under FSDP",
@@ -289,7 +289,7 @@ MEMORY = (
             "all-gathered in full on every rank, and Adam's state isn't allocated until the first step."
         ),
         tell=(
-            "Halve the batch size per rank, and see whether the step fits. Print `torch.cuda.max_memory_allocated()` "
+            "Halve the per-rank batch size, and see whether the step fits. Print `torch.cuda.max_memory_allocated()` "
             "after forward, after backward and after the optimizer step, to see where the peak occurs."
         ),
         fix=(
@@ -301,12 +301,12 @@ MEMORY = (
             "out of memory with long sequences or a large batch under FSDP or DDP",
             "a model that fits on a single GPU runs out of memory with DDP",
             "CUDA out of memory in the very first iteration, in forward or in backward",
-            "still runs out of memory with a batch size of 1; OOM on 8 GPUs with fine-tuning of 7B",
+            "still runs out of memory with a batch size of 1; OOM on 8 GPUs when fine-tuning a 7B model",
             "CUDA OOM during training with FSDP; out of memory much earlier than without FSDP",
             "OOM error in the middle of training",
             "OOM in the first iteration, in the loss, in the logits, in attention or in optimizer.step",
             "the batch size, sequence length or resolution is too large for one GPU, even with FSDP",
-            "out of memory with DDP on several GPUs, fine on one; batch per GPU",
+            "out of memory with DDP on several GPUs, but not on one; batch per GPU",
             "how much memory do I need for a 7B, 13B or 70B model",
         ),
         quotes={

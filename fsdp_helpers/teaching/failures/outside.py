@@ -136,21 +136,21 @@ OUTSIDE = (
             "the ranks' checksums, norms or weights are different after a few steps under DDP",
         ),
         behavior=(
-            "gradients are not synchronized: each GPU or node trains independently, no communication in a step",
+            "gradients are not synchronized: each GPU or node trains independently, with no communication in a step",
             (
                 "each GPU trains on its own; losses and weights diverge across ranks; model.module is called instead "
                 "of the model"
             ),
             "gradients are not synchronized across different ranks; weights are different on each rank",
-            "the gradient reduction doesn't work: autograd.grad, or a parameter used outside forward",
+            "the gradient reduction doesn't work: autograd.grad is used, or a parameter is used outside forward",
             "DistributedDataParallel does not get the same grad",
             (
                 "model.module, a submodule, a loss method or self.model instead of the wrapper: each GPU ends up with "
                 "its own weights"
             ),
-            "training separately in each process; n independent models; model weights on each GPU are different",
+            "training runs separately in each process; n independent models; model weights on each GPU are different",
             "a custom forward, training_step or compute_loss bypasses DDP",
-            "gradients of different ranks are not averaged or all-reduced; the model on rank 0 and rank 1 diverges",
+            "gradients of different ranks are not averaged or all-reduced; the models on rank 0 and rank 1 diverge",
         ),
         quotes={
             "a run on the CPU": (
@@ -264,7 +264,7 @@ OUTSIDE = (
                 "FSDP with fp16 or bf16: a layer called outside forward, a frozen part or a custom buffer has a "
                 "different dtype"
             ),
-            "autocast and mixed_precision together; buffers in a different precision",
+            "autocast and mixed_precision are used together; buffers in a different precision",
         ),
         quotes={
             "a run on the CPU": (

@@ -151,8 +151,8 @@ PRECISION = (
                 "pure bf16 or half training doesn't converge as well as fp32; the update is rounded away; no master "
                 "weights"
             ),
-            "the loss is stuck or noisy in bf16, fine in fp32 or with autocast",
-            "model.to(torch.bfloat16) or .half() before the optimizer",
+            "the loss is stuck or noisy in bf16, but fine in fp32 or with autocast",
+            "model.to(torch.bfloat16) or .half() is called before the optimizer is created",
         ),
         broken=train_a_model_loaded_in_bf16,
         fixed=train_a_model_loaded_in_fp32,
@@ -160,10 +160,10 @@ PRECISION = (
     ),
     Failure(
         name="wrong-fp16-nan",
-        title="The loss becomes nan in mixed precision",
+        title="The loss becomes NaN in mixed precision",
         why=(
             "The largest fp16 number is 65,504. Larger activations, losses and gradients become inf, and inf - inf is "
-            "nan. Small gradients become 0. A `GradScaler` keeps small gradients from becoming 0 and skips steps in "
+            "NaN. Small gradients become 0. A `GradScaler` keeps small gradients from becoming 0 and skips steps in "
             "which a gradient overflowed. All ranks have to skip the same steps. Using `torch.autocast` on top of a "
             "`MixedPrecisionPolicy` casts twice."
         ),
@@ -177,16 +177,16 @@ PRECISION = (
             "`autocast`. If you see *Attempting to unscale FP16 gradients*, the trained parameters are in fp16, so "
             "load them in fp32."
         ),
-        numbers=("the loss is nan or inf after a few steps with fp16, GradScaler or autocast",),
+        numbers=("the loss is NaN or inf after a few steps with fp16, GradScaler or autocast",),
         behavior=(
-            "NaN loss with mixed precision, amp or fp16; the loss becomes nan after some epochs or steps",
-            "the loss explodes or spikes with fp16; grad_norm is nan or inf",
-            "loss is 0.0 and grad_norm is nan",
+            "NaN loss with mixed precision, amp or fp16; the loss becomes NaN after some epochs or steps",
+            "the loss explodes or spikes with fp16; grad_norm is NaN or inf",
+            "loss is 0.0 and grad_norm is NaN",
             "a non-finite gradient norm; error_if_nonfinite",
-            "nan after switching to fp16 or amp; overflow; the scale drops to zero; found_inf",
+            "NaN after switching to fp16 or amp; overflow; the scale drops to zero; found_inf",
             "loss scale keeps decreasing; all steps are skipped; gradient overflow",
-            "grad norm nan or inf with ShardedGradScaler, GradScaler or FSDP",
-            "the model works in bf16 or fp32, but gives nan in fp16",
+            "the grad norm is NaN or inf with ShardedGradScaler, GradScaler or FSDP",
+            "the model works in bf16 or fp32, but gives NaN in fp16",
         ),
         quotes={
             "a run on the CPU": (
@@ -229,7 +229,7 @@ PRECISION = (
             "LoRA or QLoRA adapters in fp32 on a base in bf16 can't be sharded",
             "QLoRA, 4-bit or 8-bit weights (bitsandbytes) under FSDP: parameters of several dtypes",
             "bnb_4bit_quant_storage must have the dtype of the other weights for FSDP",
-            "norms, embeddings, the router or quantization scales in float32 while the rest is in bfloat16",
+            "norms, embeddings, the router or quantization scales are in float32 while the rest is in bfloat16",
             "mixed dtypes in one FSDP unit; cast the model to one dtype before wrapping",
         ),
         quotes={

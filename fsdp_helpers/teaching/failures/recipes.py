@@ -1,4 +1,4 @@
-"""Runs that train, but wrongly: every rank follows a recipe for a single process."""
+"""Wrong results without an error: every rank follows a recipe for a single process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,7 +163,7 @@ RECIPES = (
                 "the learning rate scheduler steps too fast on multiple GPUs with accelerate; lr_scheduler.step "
                 "counts twice"
             ),
-            "warmup ends early, the learning rate reaches zero too soon, cosine repeats",
+            "warmup ends early, the learning rate reaches zero too soon, or the cosine repeats",
             "the learning rate decays N times too fast, reaches zero early, or warms up too soon, on N GPUs",
             "scheduler.step is called per process, per micro-batch or per epoch by mistake",
         ),
@@ -209,8 +209,8 @@ RECIPES = (
                 "size of the whole data set"
             ),
             (
-                "loss or accuracy of DDP is lower than on a single GPU with the same hyperparameters; effective batch "
-                "size, linear scaling"
+                "the loss or accuracy with DDP is worse than on a single GPU with the same hyperparameters; effective "
+                "batch size, linear scaling"
             ),
             "convergence is slower or worse with 8 GPUs than with 1",
         ),
@@ -233,7 +233,7 @@ RECIPES = (
         ),
         behavior=(
             "augmentations, noise or dropout are identical on all GPUs or workers",
-            "the same augmentation, noise, mask or dropout on every GPU; the seed is equal on all ranks; worker seeds",
+            "the same augmentation, noise, mask or dropout on every GPU; all ranks have the same seed; worker seeds",
         ),
         broken=keep_one_seed,
         fixed=seed_each_rank,

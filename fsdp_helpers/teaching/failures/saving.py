@@ -349,7 +349,7 @@ SAVING = (
                 "allow_partial_load"
             ),
             "optimizer state is missing for parameters that were frozen or unused",
-            "names of the parameters changed between saving and loading; FQN",
+            "the names of the parameters changed between saving and loading; FQN",
         ),
         quotes={
             "a run on the CPU": (
@@ -406,9 +406,9 @@ SAVING = (
         behavior=(
             "a checkpoint can't be read after a killed job",
             "the disk was full while the checkpoint was written",
-            "a corrupted, truncated or incomplete checkpoint after a crash, a preemption or a full disk",
+            "the checkpoint is corrupted, truncated or incomplete after a crash, a preemption or a full disk",
             "the latest checkpoint can't be loaded, but an older one can",
-            "a Git LFS pointer or an incomplete download instead of the weights",
+            "the file is a Git LFS pointer or an incomplete download instead of the weights",
         ),
         quotes={
             "a run on the CPU": (

@@ -259,7 +259,7 @@ SLOW = (
         ),
         behavior=(
             "gradient accumulation is no faster: each micro-batch communicates",
-            "gradient accumulation under FSDP isn't faster; all-gather in each micro-step; no_sync",
+            "gradient accumulation under FSDP isn't faster; there's an all-gather in each micro-step; no_sync",
         ),
         broken=gather_for_every_micro_batch,
         fixed=keep_parameters_between,
@@ -318,7 +318,7 @@ SLOW = (
         ),
         numbers=("a download shows up in the log once per rank",),
         behavior=(
-            "the start takes long; a data file is damaged now and then",
+            "the start takes a long time; a data file is damaged now and then",
             "every rank tokenizes or preprocesses the same data set",
             "all processes download the data set, tokenizer or model at the same time; 429 Too Many Requests",
             "a race: files are missing, locked, or half written because every rank creates, extracts or caches them",

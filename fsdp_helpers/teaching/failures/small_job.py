@@ -20,12 +20,12 @@ def small_model(seed: int = 0) -> nn.Sequential:
 
 
 def cpu_mesh() -> DeviceMesh:
-    """Return the mesh of all ranks on the CPU; without one, `fully_shard` looks for a GPU."""
+    """Return a CPU mesh of all ranks; without a mesh, `fully_shard` looks for a GPU."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def in_units(model: nn.Module) -> FSDPModule:
-    """Make each linear layer a unit, and the model the root."""
+    """Make each linear layer a unit, and make the model the root."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             fully_shard(module, mesh=cpu_mesh())

@@ -18,7 +18,7 @@ def documented() -> Iterator[Failure]:
 
 
 def texts_of_those_run() -> Iterator[Failure]:
-    """Yield the text of each `Failure(...)` in this folder from source, since importing it would import torch."""
+    """Yield the text of each `Failure(...)` in this folder from the source, since importing it would import torch."""
     for path in sorted(FOLDER.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == Failure.__name__:

@@ -23,7 +23,7 @@ def norm_alone() -> Numbers:
 
 
 class Output:
-    """A container for outputs whose class PyTorch doesn't know."""
+    """An output container whose class PyTorch doesn't know."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
@@ -237,12 +237,12 @@ WRAPPED = (
         behavior=(
             "multiple forward and then multiple backward calls; inference_mode before training",
             "two models, a GAN, or a second forward pass before backward fails under FSDP",
-            "FSDP has no find_unused_parameters: a part of the model that isn't used in the step fails",
-            "an assertion in FSDP's _post_backward_hook or _pre_backward_hook",
-            "FSDP training crashes in backward, DDP training works fine",
+            "FSDP has no find_unused_parameters: training fails if a part of the model isn't used in a step",
+            "an assertion fails in FSDP's _post_backward_hook or _pre_backward_hook",
+            "FSDP training crashes in backward, but DDP training works fine",
             "GAN, reinforcement learning, a teacher or EMA model: several forward passes before a backward pass under FSDP1",
             "a forward pass in eval or no_grad between forward and backward; two backward calls",
-            "accessing parameters or calling state_dict in the middle of a step",
+            "accessing parameters or calling state_dict in the middle of a step fails",
         ),
         quotes={
             "a run on the CPU": (
@@ -398,7 +398,7 @@ WRAPPED = (
             "it."
         ),
         messages=("is a view and is being modified inplace",),
-        behavior=("an in-place operation on the output of a wrapped module; inplace=True, +=",),
+        behavior=("an in-place operation on the output of a wrapped module fails; inplace=True, +=",),
         quotes={
             "a run on the CPU": (
                 "a leaf Variable that requires grad is being used in an in-place operation",

@@ -1,4 +1,4 @@
-"""Runs that train, but wrongly: the gradients and weights don't match a single-process run."""
+"""Wrong results without an error: the gradients and weights don't match a single-process run."""
 
 import torch
 import torch.distributed as dist
@@ -192,7 +192,7 @@ WRONG = (
                 "duplicate data: all ranks process the same batches; the sampler is missing or has the wrong rank or "
                 "num_replicas"
             ),
-            "a streaming, WebDataset or IterableDataset isn't split by rank and by worker; split_dataset_by_node",
+            "a streaming dataset (WebDataset, IterableDataset) isn't split by rank and worker; split_dataset_by_node",
             "training with N GPUs takes N times as many steps; each rank goes over the full data set",
         ),
         broken=train_on_the_same_images,
@@ -209,7 +209,7 @@ WRONG = (
         tell="With N ranks, the gradient norm is exactly 1/N of the norm in one process.",
         fix="Use the mean over the batch. If the loss has to be a sum, call `(loss * world_size).backward()`.",
         numbers=(
-            "a gradient norm N times smaller than in one process; the recipe learns too slowly",
+            "the gradient norm is N times smaller than in one process; the model learns too slowly",
             "the effective batch size grows with the number of GPUs; the learning rate no longer fits",
         ),
         behavior=(
@@ -265,7 +265,7 @@ WRONG = (
         ),
         tell="Compute the gradient norm again after clipping: it's above the limit.",
         fix="Use `nn.utils.clip_grad_norm_`, which handles DTensors. With FSDP1, call `model.clip_grad_norm_`.",
-        numbers=("a norm above the limit after clipping; each rank clips by a different factor",),
+        numbers=("the norm is above the limit after clipping; each rank clips by a different factor",),
         behavior=(
             "gradient clipping doesn't work, or has no effect, with FSDP",
             "clip_grad_norm_ gives a different norm on each rank, or a non-finite gradient norm isn't noticed",
@@ -296,7 +296,7 @@ WRONG = (
             "On every rank, compute the norm of the DTensors (`clip_grad_norm_` returns it), and call `full_tensor()` "
             "on it."
         ),
-        numbers=("a gradient norm off by √N: ranks log different norms, smaller with more GPUs or nodes",),
+        numbers=("the gradient norm is off by √N: ranks log different norms, smaller with more GPUs or nodes",),
         behavior=(
             "the logged gradient norm is too small: a local, partial or sharded norm; off by a factor of √N",
             "grad norm differs from DDP's, and changes with the number of GPUs",
@@ -329,7 +329,7 @@ WRONG = (
         name="wrong-bf16-reduction",
         title="Convergence is a little worse than in one process",
         why=(
-            "Up to PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` also reduces gradients in bf16, "
+            "Through PyTorch 2.14, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` also reduces gradients in bf16, "
             "which keeps 8 significant bits. Since 2.15, it reduces them in fp32. FSDP1 still reduces in bf16. The "
             "more ranks there are, the more is lost to rounding."
         ),

@@ -1,4 +1,4 @@
-"""Runs that train, but wrongly: the images, statistics and metrics don't match a single-process run."""
+"""Wrong results without an error: the images, statistics and metrics don't match a single-process run."""
 
 from collections.abc import Sequence
 
@@ -190,7 +190,7 @@ WRONG_DATA = (
                 "after resuming in the middle of an epoch, the order of the data or the loss differs from the "
                 "uninterrupted run: the sampler's epoch starts at 0 again"
             ),
-            "skip_first_batches, resume mid-epoch: different batches, samples are repeated or left out",
+            "resuming mid-epoch with skip_first_batches gives different batches; samples are repeated or left out",
         ),
         broken=forget_set_epoch,
         fixed=call_set_epoch,
@@ -262,29 +262,29 @@ WRONG_DATA = (
     ),
     Failure(
         name="wrong-no-labels",
-        title="nan from a batch in which every label is ignored",
+        title="NaN from a batch in which every label is ignored",
         why=(
             "A mean over no labels is 0/0. If one rank's micro-batch has only labels of -100 (a prompt, padding, a "
-            "cut-off answer), its loss is nan. `cross_entropy` gives that rank a gradient of 0, so the mean over the "
+            "cut-off answer), its loss is NaN. `cross_entropy` gives that rank a gradient of 0, so the mean over the "
             "ranks is too small, here by half. If you use your own mask, `(loss * mask).sum() / mask.sum()`, every "
-            "rank's gradients become nan."
+            "rank's gradients become NaN."
         ),
-        tell="`(labels != -100).sum()` is 0 on one rank. The nan appears at random steps, even in bf16 and fp32.",
+        tell="`(labels != -100).sum()` is 0 on one rank. The NaN loss appears at random steps, even in bf16 and fp32.",
         fix=(
             "Call `dist.all_reduce(num_labels)`, then `(loss_sum * world_size / num_labels.clamp(min=1)).backward()`. "
             "Or filter out samples without labels."
         ),
         numbers=(
-            "the loss is nan for some batches only: all labels are -100 or ignore_index",
+            "the loss is NaN for some batches only: all labels are -100 or ignore_index",
             (
-                "the loss is nan at random steps in bf16 or fp32, from a sample that is fully masked, truncated, "
+                "the loss is NaN at random steps in bf16 or fp32, from a sample that is fully masked, truncated, "
                 "empty or padding"
             ),
         ),
         behavior=(
-            "nn.CrossEntropyLoss returns nan when all the targets are ignored",
+            "nn.CrossEntropyLoss returns NaN when all the targets are ignored",
             (
-                "SFT loss becomes nan: the prompt fills the sequence, so no answer token is left; "
+                "SFT loss becomes NaN: the prompt fills the sequence, so no answer token is left; "
                 "train_on_responses_only, max_length"
             ),
             "a division by zero: no valid token, no positive sample or no box on one rank; reduction='mean'",

@@ -1,4 +1,4 @@
-"""Runs that train, but wrongly: ranks with different initial values, uninitialized buffers, or replaced tensors."""
+"""Wrong results without an error: ranks with different initial values, uninitialized buffers, or replaced tensors."""
 
 from collections.abc import Mapping
 
@@ -147,14 +147,14 @@ WRONG_START = (
         ),
         numbers=(
             "the first loss is worse than in one process",
-            "a higher loss that stagnates earlier: ranks start from different initial weights",
+            "the loss is higher and stagnates earlier: ranks start from different initial weights",
         ),
         behavior=(
             "the model was built without a seed (manual_seed), and FSDP does not synchronize it across ranks",
             "weights differ between ranks at the start; parameters are not synchronized",
             (
-                "ranks draw different initial weights; no broadcast from rank 0; a seed of seed + rank before the "
-                "model is built"
+                "ranks draw different initial weights; no broadcast from rank 0; the seed is set to seed + rank before "
+                "the model is built"
             ),
             "the model is initialized differently on each GPU under fully_shard",
         ),
@@ -173,15 +173,15 @@ WRONG_START = (
         tell="Compare the model's `named_buffers()` with the buffers of a model built on the CPU.",
         fix="Move the computation into a method, and call that method after `to_empty`.",
         numbers=(
-            "nan or nonsense from the first step, with a model from the meta device",
+            "NaN or nonsense from the first step, with a model from the meta device",
             "the loss is about ln(vocabulary) and stays there",
         ),
         behavior=(
             "a loaded model from the meta device generates nonsense: rotary positions",
-            "random accuracy, garbage output or nan after loading with param_init_fn, to_empty or sync_module_states",
+            "random accuracy, garbage output or NaN after loading with param_init_fn, to_empty or sync_module_states",
             "buffers such as inv_freq, freqs_cis, rotary embeddings or masks are uninitialized after to_empty",
             "non-persistent buffers aren't in the checkpoint",
-            "meta device: loss is nan or huge from the first step",
+            "meta device: the loss is NaN or huge from the first step",
         ),
         broken=leave_buffers_empty,
         fixed=fill_buffers_too,
