@@ -60,7 +60,7 @@ def cut_tied(model: TinyLanguageModel, cut: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def train_tied(rank: int, world_size: int, cut: str) -> tuple[list[float], int, float]:
-    """Return losses, how many parameters the optimizer has, and how much embedding and head differ afterward.
+    """Return losses, how many parameters the optimizer has, and how much the embedding and the head differ afterward.
 
     `cut` is an argument for `cut_tied`, or "not sharded".
     """
@@ -111,7 +111,7 @@ def add_adapters(model: ViT, rank: int) -> ViT:
 
 
 def train_frozen(rank: int, world_size: int, adapter: int, api: str) -> tuple[StateBytes, tuple[CollectiveCount, ...]]:
-    """Return this rank's bytes and a step's collectives, training all parameters (`adapter` 0) or only adapters."""
+    """Return this rank's bytes and a step's collectives, training all parameters (if `adapter` is 0) or only adapters."""
     torch.manual_seed(0)
     shape = VIT_SHAPES["vit-mnist"]
     model = ViT(shape)
@@ -143,7 +143,7 @@ def train_frozen(rank: int, world_size: int, adapter: int, api: str) -> tuple[St
 def train_ignoring(rank: int, world_size: int, averaged: bool) -> tuple[str, float]:
     """Return the type of an ignored parameter, and how much the ranks' copies differ after a few steps.
 
-    With `averaged`, its gradient is averaged by hand.
+    If `averaged` is True, the parameter's gradient is averaged by hand.
     """
     torch.manual_seed(0)
     shape = VIT_SHAPES["vit-mnist"]
