@@ -1,10 +1,12 @@
 """Ranks that wait for one another forever are ended soon; slow ones are not."""
 
 import re
+from types import SimpleNamespace
 
 import launch_workers as workers
 import pytest
 
+from fsdp_helpers.ranks import processes
 from fsdp_helpers.ranks.launch import RankTimeout, launch
 
 STALL_S = 1.5
@@ -25,6 +27,23 @@ def test_one_rank_that_moves_is_enough(way):
         workers.keep_others_waiting, way, 2 * STALL_S, world_size=2, device="cpu", stall_s=STALL_S, progress=False
     )
     assert answers == [2.0, 2.0]
+
+
+def test_one_rank_that_computes_is_enough_however_many_wait(monkeypatch):
+    now_s, spent_s = 100.0, dict.fromkeys(range(64), 5.0)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(processes, "cpu_seconds", lambda pid: spent_s[pid])
+    group = object.__new__(processes.Processes)
+    group.world_size, group.stall_s, group.notes = 64, 10.0, spent_s
+    group._processes = [SimpleNamespace(pid=rank) for rank in spent_s]
+    group._moved()
+    now_s += 9.9
+    assert not group._have_hung(list(spent_s))
+    spent_s[63] += 0.5  # a twentieth of a core, the others nothing
+    now_s += 0.2
+    assert not group._have_hung(list(spent_s))
+    now_s += 10.0
+    assert group._have_hung(list(spent_s))
 
 
 def test_the_clock_runs_once_all_ranks_are_in_the_group(tmp_path, monkeypatch):

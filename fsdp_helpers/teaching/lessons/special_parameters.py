@@ -111,7 +111,7 @@ def add_adapters(model: ViT, rank: int) -> ViT:
 
 
 def train_frozen(rank: int, world_size: int, adapter: int, api: str) -> tuple[StateBytes, tuple[CollectiveCount, ...]]:
-    """Return this rank's bytes and a step's collectives, training all parameters (if `adapter` is 0) or only adapters."""
+    """Return this rank's bytes and a step's collectives, training all parameters (`adapter` is 0) or only adapters."""
     torch.manual_seed(0)
     shape = VIT_SHAPES["vit-mnist"]
     model = ViT(shape)
