@@ -281,7 +281,7 @@ class TrainConfig:
             wanted = getattr(self, name)
             if wanted is not None and wanted > available:
                 raise ValueError(
-                    f"{name} is {wanted}, but {source} has {available}; use fewer, or leave it out to use all"
+                    f"{name} is {wanted}, but {source} has {available}; use fewer, or leave it out to use all of them"
                 )
         used = self.train_images or train_images
         if used < self.global_batch_size:

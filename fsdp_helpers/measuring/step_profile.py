@@ -262,7 +262,7 @@ class StepMarks:
         return hook
 
     def _enter_once(self, name: str, outputs: list[Tensor]) -> None:
-        """Record that backward enters a module once the gradient of any of its outputs is available."""
+        """When the gradient of any of a module's outputs is available, record that backward enters the module."""
         entered = False
 
         def hook(_: Tensor) -> None:

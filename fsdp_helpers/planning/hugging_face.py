@@ -61,7 +61,7 @@ def planned_shape(config: Config) -> tuple[str, LlamaShape]:
 
 
 def _llama_like(config: Config, *, head_size: int | None = None, kv_heads: int | None = None, **more) -> LlamaShape:
-    """Return the shape that Llama's keys give; `head_size` and `kv_heads` are defaults, and `more` has extra fields."""
+    """Return the shape described by Llama's keys; `head_size` and `kv_heads` are defaults, `more` has extra fields."""
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     require_sizes(config, sizes)
     width, num_heads = config["hidden_size"], config["num_attention_heads"]

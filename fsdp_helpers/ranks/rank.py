@@ -32,7 +32,7 @@ def run_rank(
 ) -> None:
     """Prepare this process, run `body(rank, world_size, group, send, link)`, and exit; `start_processes` calls this.
 
-    `group` has the arguments for `process_group`. `environment` comes from the parent; the server's may be outdated.
+    `group` has the arguments for `process_group`. `environment` comes from the parent: the server's may be outdated.
     `ends` has each rank's end of its message link and of one or two output pipes. If the body raises
     anything, SystemExit included, the parent is told immediately; if it returns an answer, that's sent at the very end.
     """

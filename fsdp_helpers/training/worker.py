@@ -87,7 +87,7 @@ class EpochPart(NamedTuple):
 
 
 def epochs_to_train(config: TrainConfig, steps_per_epoch: int, steps_done: int) -> list[EpochPart]:
-    """Return the parts of epochs that are still left after `steps_done` steps.
+    """Return what's left of each epoch after `steps_done` steps.
 
     If nothing is left, return an empty part of the last epoch, so that the model is still evaluated.
     """

@@ -106,7 +106,7 @@ def of_table(table: str, title: str = "") -> Iterator[Body]:
 
 
 def of_listing(code: str, lexer: PythonLexer | DiffLexer, printed: str = "") -> Iterator[Body]:
-    """Yield code and its printed output in the largest type that fits on a slide, or on several slides."""
+    """Yield code and its printed output in the largest type that fits on one slide, or split across several slides."""
     texts = [text for text in (code.strip("\n"), printed) if text]
     lines = "\n\n".join(texts).splitlines()
     size_px = min(CODE_WIDTH / (CHARACTER * max(map(len, lines))), CODE_HEIGHT / (LINE * len(lines)), MAX_CODE_PX)

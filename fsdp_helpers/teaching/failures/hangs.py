@@ -324,8 +324,8 @@ HANGS = (
                 "conditional save"
             ),
             (
-                "hangs only if one rank has no sample, box or non-empty image: metric.compute(), update or a log "
-                "behind an if; a collective behind a local condition"
+                "hangs only if one rank has no samples or boxes, or only empty images: metric.compute(), update or a "
+                "log call behind an if; a collective behind a local condition"
             ),
             "validation hangs in an all-gather on a rank whose part of the data is empty",
         ),

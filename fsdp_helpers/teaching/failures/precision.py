@@ -226,7 +226,7 @@ PRECISION = (
         ),
         messages=("FSDP expects uniform original parameter dtype but got",),
         behavior=(
-            "LoRA or QLoRA adapters in fp32 on a base in bf16 can't be sharded",
+            "fp32 LoRA or QLoRA adapters on a bf16 base model can't be sharded",
             "QLoRA, 4-bit or 8-bit weights (bitsandbytes) under FSDP: parameters of several dtypes",
             "bnb_4bit_quant_storage must have the dtype of the other weights for FSDP",
             "norms, embeddings, the router or quantization scales are in float32 while the rest is in bfloat16",

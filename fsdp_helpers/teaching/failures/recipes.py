@@ -146,7 +146,7 @@ RECIPES = (
         title="The schedule runs N times too fast or too slow",
         why=(
             "In every training step, accelerate's scheduler steps once per process, as if the data weren't split "
-            "across ranks. A schedule made for the sharded loader's length therefore ends after 1/N of the training. "
+            "across ranks. So a schedule computed from the sharded loader's length ends after 1/N of the training. "
             "With accumulation, stepping the scheduler once per micro-batch has the same effect."
         ),
         tell=(

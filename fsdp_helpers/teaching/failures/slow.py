@@ -306,7 +306,7 @@ SLOW = (
     ),
     Failure(
         name="slow-every-rank-downloads",
-        title="Startup takes a long time, and the data is sometimes damaged",
+        title="Startup takes a long time, and the data is sometimes corrupted",
         why=(
             "Every rank prepares the same folder at the same time. There are N downloads, and one rank may read files "
             "that another is still writing."

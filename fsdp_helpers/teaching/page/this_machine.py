@@ -46,7 +46,7 @@ def other_kernels() -> Iterator[psutil.Process]:
 
 
 def private_bytes(process: psutil.Process) -> int:
-    """Return a process's memory in bytes, including its part of shared pages, or 0 if we can't read it."""
+    """Return a process's memory in bytes, including its share of the shared pages, or 0 if we can't read it."""
     try:
         memory = process.memory_full_info()
     except psutil.Error:
