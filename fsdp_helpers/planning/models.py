@@ -55,7 +55,7 @@ class Subject:
                 f"multiple of it, or a --context that divides the batch"
             )
         if activation_checkpointing != "none" and not self.units:
-            raise ValueError(f"{self.name} has no units to recompute; pass the unit_class of its blocks")
+            raise ValueError(f"{self.name} has no units to recompute; pass its blocks' class as unit_class")
         if reason := self.refused(precision):
             raise ValueError(reason)
 

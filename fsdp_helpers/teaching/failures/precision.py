@@ -148,7 +148,7 @@ PRECISION = (
             "loss plateaus or fine-tuning is worse in pure bf16; parameters and optimizer state are bf16",
             "bfloat16 training: the loss plateaus higher than in fp32; AdamW on bf16 parameters inherits their dtype",
             (
-                "pure bf16 or half training doesn't converge as well as fp32; the update is rounded away; no master "
+                "pure bf16 or fp16 training doesn't converge as well as fp32; the update is rounded away; no master "
                 "weights"
             ),
             "the loss is stuck or noisy in bf16, but fine in fp32 or with autocast",
