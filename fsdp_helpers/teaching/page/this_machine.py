@@ -86,6 +86,6 @@ def describe_idle(gpus: Gpus, num_ranks: int) -> str:
         return f"This machine's GPU stays idle because torch can't use it: {gpus.problem}."
     has = f"This machine has {gpus.count} idle GPU{'s' * (gpus.count > 1)}"
     if gpus.count < num_ranks:
-        return f"{has}, but {num_ranks} ranks need {num_ranks} GPUs, one for each rank. Notebook 01 needs only one GPU."
+        return f"{has}, but {num_ranks} ranks need {num_ranks} GPUs, one for each rank. Notebooks 01 and 09 need only one GPU."
     how = f"unset {VARIABLE}" if os.environ.get(VARIABLE) else 'set `DEVICE = "cuda"` in the settings cell'
     return f"{has}. To use {'one for each rank' if num_ranks > 1 else 'one'}, {how} and run the notebook again."
