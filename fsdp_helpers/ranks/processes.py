@@ -218,7 +218,7 @@ class Processes(AbstractContextManager):
         """Describe how a process exited without sending a message."""
         code = self.ends[rank]
         if code is None or code >= 0:
-            return f"the process exited with status {code}"
+            return f"the process ended with exit status {code}"
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = " from outside (often by the system, out of memory)" if name == "SIGKILL" else ""
         return f"the process was ended by {name}{hint}"

@@ -143,7 +143,7 @@ def test_a_cause_that_is_heard_after_its_effect(cause):
 def test_a_rank_that_leaves():
     with pytest.raises(RankError, match="SystemExit: 0"):
         launch(workers.leave_with, 0, world_size=2, device="cpu")
-    with pytest.raises(RankError, match="rank 0 of 1 failed: the process exited with status 7"):
+    with pytest.raises(RankError, match="rank 0 of 1 failed: the process ended with exit status 7"):
         launch(workers.leave_at_once, 7, world_size=1, device="cpu")
 
 

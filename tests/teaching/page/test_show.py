@@ -119,7 +119,11 @@ def test_a_machine_without_gpus(machine, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "found, num_ranks, said",
     [
-        (Gpus(1), 2, "has 1 idle GPU, but 2 ranks need 2 GPUs, one for each rank. Notebook 01 needs only one GPU."),
+        (
+            Gpus(1),
+            2,
+            "has 1 idle GPU, but 2 ranks need 2 GPUs, one for each rank. Notebooks 01 and 09 need only one GPU.",
+        ),
         (Gpus(2), 2, 'has 2 idle GPUs. To use one for each rank, set `DEVICE = "cuda"` in the settings cell and'),
         (Gpus(1, "The driver is too old"), 2, "stays idle because torch can't use it: The driver is too old."),
     ],
