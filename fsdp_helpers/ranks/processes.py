@@ -254,8 +254,10 @@ def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process and all of its living descendants, in seconds."""
     seconds = 0.0
     with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for member in (process, *process.children(recursive=True)):
+        members = [psutil.Process(pid)]
+        with suppress(psutil.AccessDenied):  # it looks at every process on the machine, which some clusters forbid
+            members += members[0].children(recursive=True)
+        for member in members:
             with suppress(psutil.NoSuchProcess):
                 seconds += sum(member.cpu_times()[:2])  # in user and in kernel mode
     return seconds

@@ -1,9 +1,11 @@
 """Ranks that wait for one another forever are ended soon; slow ones are not."""
 
+import os
 import re
 from types import SimpleNamespace
 
 import launch_workers as workers
+import psutil
 import pytest
 
 from fsdp_helpers.ranks import processes
@@ -44,6 +46,14 @@ def test_one_rank_that_computes_is_enough_however_many_wait(monkeypatch):
     assert not group._have_hung(list(spent_s))
     now_s += 10.0
     assert group._have_hung(list(spent_s))
+
+
+def test_a_rank_counts_even_if_others_processes_are_hidden(monkeypatch):
+    def refuse(process, recursive=False):
+        raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr(psutil.Process, "children", refuse)
+    assert processes.cpu_seconds(os.getpid()) > 0.0
 
 
 def test_the_clock_runs_once_all_ranks_are_in_the_group(tmp_path, monkeypatch):
