@@ -41,7 +41,7 @@ def other_kernels() -> Iterator[psutil.Process]:
         if process.pid not in own and "ipykernel" in " ".join(process.info["cmdline"] or ()):
             try:
                 yield from [process, *process.children(recursive=True)]
-            except psutil.NoSuchProcess:
+            except psutil.Error:  # it has ended, or other users' processes are hidden
                 continue
 
 
