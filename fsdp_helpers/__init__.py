@@ -33,6 +33,14 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the `%%ranks` cell magic; IPython calls this for `%load_ext fsdp_helpers`."""
-    run_cell = importlib.import_module(f"{__name__}.ranks.live").run_cell
-    shell.register_magic_function(run_cell, magic_kind="cell", magic_name="ranks")
+    """Register the `%%ranks` cell magic; IPython calls this for `%load_ext fsdp_helpers`.
+
+    It also starts the server that ranks are forked from, so that the server loads torch while the notebook does.
+    """
+    importlib.import_module(f"{__name__}.ranks.server").start_server()
+    shell.register_magic_function(_run_on_ranks, magic_kind="cell", magic_name="ranks")
+
+
+def _run_on_ranks(line: str, cell: str) -> None:
+    """Run this cell on the ranks opened last: `%%ranks` on all of them, `%%ranks 0` or `%%ranks 1,2` on some."""
+    importlib.import_module(f"{__name__}.ranks.live").run_cell(line, cell)

@@ -14,7 +14,8 @@ from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_command
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes
-from fsdp_helpers.training.torchrun import end_with_agent
+from fsdp_helpers.ranks.server import start_server
+from fsdp_helpers.training.torchrun import end_with_agent, read_place, started_as_rank
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 CALL_FLAGS = (
@@ -113,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return explain_command(options)
     if problem := _wrong_place(options):  # checked on every rank, at every restart, before torch is loaded
         return _complain(BAD_INPUT, problem)
+    if options.command in ("train", "compare") and not started_as_rank():
+        start_server()
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.data.source import DataError
     from fsdp_helpers.progress import in_lines
@@ -149,8 +152,6 @@ def run() -> NoReturn:
             FAILED,
             f"{error}; run `source .venv/bin/activate`, or activate the environment you installed the project in",
         )
-    from fsdp_helpers.training.torchrun import started_as_rank
-
     if started_as_rank():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -160,8 +161,6 @@ def run() -> NoReturn:
 
 def _wrong_place(options: argparse.Namespace) -> str:
     """Return what's wrong with torchrun's environment variables, or "" if they're fine or torchrun isn't used."""
-    from fsdp_helpers.training.torchrun import read_place, started_as_rank
-
     if options.command == "train" and started_as_rank():
         try:
             read_place()
@@ -172,7 +171,6 @@ def _wrong_place(options: argparse.Namespace) -> str:
 
 def train_command(options: argparse.Namespace) -> None:
     from fsdp_helpers.training.run import train, train_as_rank_of_torchrun
-    from fsdp_helpers.training.torchrun import started_as_rank
 
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in fields(TrainConfig)})
     check_output_path(options.json)

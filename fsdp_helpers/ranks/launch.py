@@ -39,19 +39,17 @@ def launch(
     stall_s: float | None = None,
     group_timeout_s: float | None = None,
     progress: bool | ProgressBar = True,
-    start_method: str | None = None,
-    name_ranks: bool = True,
+    start_method: str = "forkserver",
 ) -> list:
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
     `worker` is an importable function. It runs in a process group (gloo on the CPU, nccl with one device per rank on
     CUDA) whose ranks meet through a file in a private folder, so they don't use a port. What it prints is shown here
-    line by line; with several ranks, each line names its rank, unless `name_ranks` is False. A rank that
-    waits for the others in a collective gives up after `group_timeout_s` seconds (half an hour if it's None), and its
-    error names the ranks that didn't answer. On CUDA, any such limit makes ranks wait for each collective, so that
-    communication no longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already
-    on screen. `start_method` is "forkserver" (the default), whose server loads torch once, or "spawn", where
-    every rank loads it.
+    line by line; with several ranks, each line names its rank. A rank that waits for the others in a collective gives
+    up after `group_timeout_s` seconds (half an hour if it's None), and its error names the ranks that didn't answer. On
+    CUDA, any such limit makes ranks wait for each collective, so that communication no longer overlaps with
+    computation. `progress` may be a `ProgressBar` or a `LiveView` that's already on screen. The "forkserver" start
+    method has a server that loads torch once; with "spawn", every rank loads it.
 
     Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are
     zero ranks or more ranks than CUDA devices. Raises RankError when a rank fails; RankTimeout after `timeout_s`
@@ -66,10 +64,10 @@ def launch(
         require_whole("world_size", world_size)
         require_seconds(timeout_s=timeout_s, stall_s=stall_s, timeout=group_timeout_s)
         device = choose_device(device, world_size)
-        require_choice("start method", start_method or "forkserver", ("forkserver", "spawn"))
+        require_choice("start method", start_method, ("forkserver", "spawn"))
         body = partial(run_worker, pickle_job(worker, args), group_timeout_s)
     bar = ProgressBar() if isinstance(progress, bool) else progress
-    output = LaunchOutput(name_ranks and world_size > 1)
+    output = LaunchOutput(names=world_size > 1)
 
     def show(report: Report | None, rank: int) -> None:
         if report is None:  # the rank has joined
@@ -77,7 +75,7 @@ def launch(
         elif progress:
             bar.update(report, rank)
 
-    settings = {"on_note": show, "start_method": start_method or "forkserver", "stall_s": stall_s}
+    settings = {"on_note": show, "start_method": start_method, "stall_s": stall_s}
     try:
         if progress:
             bar.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")

@@ -265,7 +265,7 @@ def merge(texts: Mapping[int, str]) -> str:
 
 
 def run_cell(line: str, cell: str) -> None:
-    """Run this cell on the ranks opened last: `%%ranks` on all of them, `%%ranks 0` or `%%ranks 1,2` on some."""
+    """Run a cell that begins with `%%ranks`; `line` has the rest of that line."""
     from IPython import get_ipython
     from IPython.core.error import UsageError
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 NO_MAIN_GUARD = 113  # exit status of a rank that reached `launch` again while importing the script
 PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
+    "fsdp_helpers.ranks.server",  # comes first, so that the server ends with its parent even while it loads torch
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -32,7 +33,6 @@ PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
     "torchvision.datasets",
     "filelock",
     "psutil",
-    "fsdp_helpers.ranks.server",  # comes last, because it freezes everything loaded so far
 ]
 # glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:
 # gloo's would otherwise get separate heaps, of at most 64 MB each. There's no per-thread cache of small blocks: a
@@ -77,6 +77,12 @@ def ready_to_start(start_method: str) -> Iterator[None]:
                 del os.environ[name]
             os.environ.update(before)
             signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
+
+
+def start_server() -> None:
+    """Start the server now, so that it loads torch while this process does; otherwise, the first ranks start it."""
+    with ready_to_start("forkserver"):
+        pass
 
 
 def _tidy_up_on_sigterm() -> None:
@@ -211,7 +217,8 @@ def _serve(parent: int) -> None:
     atexit.register(tidy_up, folders)
     # Python's garbage collector writes to every object it visits, and each page that's written to is copied, which
     # takes half a second for two ranks. So the collector skips everything the server has loaded.
-    gc.freeze()
+    own_pid = os.getpid()
+    os.register_at_fork(before=lambda: os.getpid() == own_pid and gc.freeze())  # ranks inherit the hook
     atexit.register(gc.unfreeze)  # otherwise libraries complain about objects that still exist at exit
 
 

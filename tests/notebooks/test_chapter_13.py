@@ -10,7 +10,6 @@ def chapter(tmp_path_factory):
         chapter.shrink("logits", ("32_000", "2_000"))
         chapter.shrink("step-peaks", ("32_000", "2_000"))
         chapter.shrink("adapters-train", ("range(12):\n    optimizer", "range(4):\n    optimizer"))
-        chapter.shrink("masters", ("range(10)", "range(2)"))
         chapter.run_all(chapter.set_up_cells())
         cells = [
             "start-imports",

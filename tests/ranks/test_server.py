@@ -10,7 +10,8 @@ from pathlib import Path
 
 import launch_workers as workers
 import pytest
-from programs import running, running_python
+from leftovers import PROJECT
+from programs import has_ended, running, running_python, wait_until
 from runs import mostly_long
 
 from fsdp_helpers.gpus import NONE
@@ -32,6 +33,29 @@ def test_spawned_ranks_keep_every_promise():
     assert [rank["sum"] for rank, _ in found] == [3.0, 3.0]  # 1 + 2
     assert [rank["visible_gpus"] for rank, _ in found] == [NONE, NONE]
     assert not [pid for _, pids in found for pid in pids if Path("/proc", str(pid)).exists()]
+
+
+EARLY = """
+import pathlib, sys, types
+import fsdp_helpers
+
+fsdp_helpers.load_ipython_extension(types.SimpleNamespace(register_magic_function=lambda *_, **__: None))
+assert "torch" not in sys.modules
+began = pathlib.Path(sys.argv[1])
+while not began.exists() or not began.read_text():
+    pass
+"""
+
+
+def test_an_extension_that_is_loaded_starts_a_server_which_ends_with_the_notebook_even_while_it_loads_torch(tmp_path):
+    (tmp_path / "torch").mkdir()
+    began = tmp_path / "torch" / "began"
+    slow = f"import os, pathlib, time\npathlib.Path({str(began)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    (tmp_path / "torch" / "__init__.py").write_text(slow)
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{PROJECT}"}
+    with running([sys.executable, "-c", EARLY, str(began)], variables=paths) as process:
+        assert process.wait(timeout=240) == 0
+        assert wait_until(lambda: has_ended(int(began.read_text())), 30.0)
 
 
 UNGUARDED = """
