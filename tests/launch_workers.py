@@ -29,7 +29,7 @@ from fsdp_helpers.ranks.group import rank_device
 
 def load_torch_alone():
     """Let this Python's fork server load no more ahead, which takes half the time; not in pytest's own process."""
-    server.PRELOADED[:-1] = ["torch"]
+    server.PRELOADED[1:] = ["torch"]
 
 
 def return_rank(rank, world_size):
