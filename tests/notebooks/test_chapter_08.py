@@ -42,7 +42,6 @@ def test_without_to_empty_a_meta_model_has_no_values(chapter):
 
 
 def test_three_starts_and_two_files(chapter):
-    chapter.run_all(STARTS)
     check_starts(chapter)
     # the memory of the plain model before it may still hold the right waves, so the change empties it
     empty = ("    model.fill_buffers()\n", "    model.positions.zero_()\n")
