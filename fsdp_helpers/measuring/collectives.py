@@ -1,10 +1,10 @@
 """Record a rank's collectives: their kinds, sizes and times, and the bytes that the rank sends."""
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -174,10 +174,11 @@ def _settle() -> None:
 
 def _another_thread_runs() -> bool:
     """Return True if another thread of this process is running or waiting for a core; always False except on Linux."""
-    for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # the thread has ended
-            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
-            if state == "R" and int(thread.name) != threading.get_native_id():
+    threads = "/proc/self/task"
+    for thread in os.listdir(threads) if os.path.isdir(threads) else ():
+        with suppress(OSError), open(f"{threads}/{thread}/stat", "rb", buffering=0) as stat:  # or it has ended
+            state = stat.read().rpartition(b")")[2].split()[0]
+            if state == b"R" and int(thread) != threading.get_native_id():
                 return True
     return False
 
