@@ -91,7 +91,7 @@ def test_a_unit_by_hand_with_a_line_changed_is_another(chapter, change, equal):
         shown = chapter.run_all(BY_HAND[1:], change)[-1]
         assert [line.endswith("True") for line in shown.splitlines()] == equal
     finally:
-        chapter.run_all(BY_HAND[1:3])
+        chapter.run_all(["hooked-unit", "shard-by-hand"])
 
 
 @pytest.mark.long

@@ -4,9 +4,10 @@ import pytest
 from chapters import CellError, Chapter
 
 CELLS = [
-    *("second-step", "fsdp", "checkpointed", "other-order", "selective", "bf16", "dtypes"),
-    *("in-parts", "by-parts", "clipping"),
+    *("second-step", "fsdp", "checkpointed", "other-order", "selective", "bf16", "masters", "dtypes"),
+    *("in-parts", "same-gradient", "by-parts", "clipping"),
 ]
+ASIDE = ("masters", "same-gradient")  # no other cell needs them
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def chapter(tmp_path_factory):
         chapter.run_all(chapter.set_up_cells())
         chapter.shrink("second-step", ("randn(64,", "randn(16,"), ("arange(64)", "arange(16)"))
         chapter.shrink("bf16", ("reduce_dtype=torch.float32))[1]", "reduce_dtype=torch.float32), num_images=1)[1]"))
-        chapter.run_all(CELLS)
+        chapter.run_all([cell_id for cell_id in CELLS if cell_id not in ASIDE])
         yield chapter
 
 
@@ -36,9 +37,10 @@ def peak_bytes(chapter, name):
 
 @pytest.mark.long
 def test_a_cell_run_again_gives_the_same_output(chapter):
-    chapter.run_twice(chapter.ranks_cells())
+    ids = [*CELLS, "cell-43"]
+    assert chapter.ranks_cells() == ids
+    chapter.run_twice(ids)
     assert chapter.others() == []
-    assert len(chapter.twice) == 13
 
 
 def test_without_the_wrapper_the_activations_stay(chapter):
