@@ -5,6 +5,7 @@ No torch import.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from fsdp_helpers.planning.advice import FEWEST_CHUNKS, fastest
 from fsdp_helpers.planning.costs import device_hours
@@ -44,6 +45,7 @@ def sweep(
             )
 
 
+@cache  # `fewest_ranks` asks again for numbers of ranks that are in the table
 def best_plan(subject: Subject, settings: Settings, cluster: Cluster) -> Plan | None:
     """Return the fastest plan that fits on `cluster`, or None if none fits. Raises ValueError if no rate is known."""
     chunks = (1, FEWEST_CHUNKS) if subject.chunks_loss else (1,)

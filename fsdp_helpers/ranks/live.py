@@ -71,14 +71,13 @@ class Ranks(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
-
     def close(self) -> None:
         """Stop the ranks; their variables are lost. You can call this more than once."""
         if self._processes is not None:
             self._processes.end()
             self._processes = None
+
+    __del__ = close
 
     @property
     def pids(self) -> list[int]:

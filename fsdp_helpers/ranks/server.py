@@ -39,7 +39,7 @@ PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
 # scrap that's cut off an aligned buffer would stay there, and leave a gap slightly too small for the same buffer.
 MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
-SERVER_OF = "FSDP_HELPERS_SERVER_OF"  # holds the id of the server's parent; set only in the server's environment
+FOLDERS = "FSDP_HELPERS_FOLDERS"  # holds the pattern of the folders to remove; set only in the server's environment
 FOLDER = "fsdp_helpers-{}-"  # how the names of a process's private folders begin; its id goes in the braces
 LOOK_S = 0.5  # between two checks that the server's parent is alive
 
@@ -60,7 +60,8 @@ def ready_to_start(start_method: str) -> Iterator[None]:
     if start_method == "forkserver":
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        variables |= {"PYTHONPATH": path, SERVER_OF: str(os.getpid())}
+        folders = f"{glob.escape(tempfile.gettempdir())}/{FOLDER.format(os.getpid())}*"
+        variables |= {"PYTHONPATH": path, FOLDERS: folders}
     resource_tracker.ensure_running()  # comes first, because starting it unblocks interrupts
     signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with start_lock:
@@ -174,7 +175,7 @@ def _children(pid: int) -> set[int]:
 def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
     """Adopt this process's orphaned descendants; when its parent exits or is killed, kill them all, then exit.
 
-    Folders that match the pattern `folders` are removed first. `wait_for_parent` returns when the parent exits.
+    Folders that match the pattern `folders` are removed, too. `wait_for_parent` returns when the parent exits.
     """
     os.setsid()  # Jupyter kills a kernel together with its process group
     if sys.platform == "linux":
@@ -191,22 +192,15 @@ def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
 
 
 def tidy_up(folders: str) -> None:
-    """Remove the folders that match a pattern, and kill everything this process has started or adopted."""
-    _remove(folders)  # first, because the server may kill this rank at any time
-    end_own_children()
-    _remove(folders)  # again, because a rank that was still joining may have written there
-
-
-def _remove(folders: str) -> None:
+    """Kill everything this process has started or adopted, then remove the folders that match a pattern."""
+    end_own_children()  # first, because a rank that is still joining writes into its folder
     for folder in glob.glob(folders):
-        shutil.rmtree(folder, ignore_errors=True)  # another rank may be removing it, too
+        shutil.rmtree(folder, ignore_errors=True)  # another process may be removing it, too
 
 
-def _serve(parent: int) -> None:
-    """In the server: kill leftover processes when the parent exits, and keep forked memory shared."""
+def _serve(parent: int, folders: str) -> None:
+    """In the server: tidy up when the parent exits, and keep forked memory shared."""
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an orphan's
-    # A rank removes its folder when it sees its parent end, but not if the parent was killed while ending its ranks.
-    folders = f"{glob.escape(tempfile.gettempdir())}/{FOLDER.format(parent)}*"
 
     def wait_for_parent() -> None:
         while os.getppid() == parent:
@@ -222,5 +216,5 @@ def _serve(parent: int) -> None:
     atexit.register(gc.unfreeze)  # otherwise libraries complain about objects that still exist at exit
 
 
-if os.environ.pop(SERVER_OF, None) == str(os.getppid()):
-    _serve(os.getppid())
+if (folders := os.environ.pop(FOLDERS, "")).endswith(f"{FOLDER.format(os.getppid())}*"):
+    _serve(os.getppid(), folders)
