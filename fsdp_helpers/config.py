@@ -171,6 +171,11 @@ class TrainConfig:
             _check_by_itself(one, getattr(self, one.name))
         if self.min_num_params < 0:
             raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
+        for name in ("text", "sample", "export", "checkpoint_dir"):
+            if getattr(self, name) == "":
+                raise ValueError(
+                    f"{name} is empty, perhaps because a shell variable isn't set; give a value, or leave it out"
+                )
         for name in ("text", "sample", "export"):
             if getattr(self, name) is not None and not self.learns_text:
                 raise ValueError(f"{name} is only for model 'llama', but model is {self.model!r}; leave it out")

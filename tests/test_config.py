@@ -54,6 +54,8 @@ def test_defaults_are_valid_and_frozen():
         ({"checkpoint_dir": "runs", "checkpoint_every": 2.5}, "checkpoint_every is 2.5"),
         ({"checkpoint_dir": "runs", "keep_last": 0}, "keep_last is 0"),
         ({"checkpoint_dir": "runs", "keep_last": -1}, "keep_last is -1"),
+        ({"checkpoint_dir": ""}, "checkpoint_dir is empty, perhaps because a shell variable isn't set"),
+        ({"model": "llama", "sample": ""}, "sample is empty"),
         ({"resume": True}, "resume needs checkpoint_dir, the folder of the run's checkpoints"),
         ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint_dir"),
         ({"keep_last": 2}, "keep_last needs checkpoint_dir"),

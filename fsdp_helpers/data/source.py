@@ -74,7 +74,7 @@ def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> s
         return "Data: MNIST, 60,000 training and 10,000 test images."
     if offline():
         return "Data: scikit-learn's 1,797 bundled digits, because FSDP_OFFLINE is set. To use MNIST, unset it."
-    remedy = HOW_TO_GET_MNIST.format(folder=find_data_dir(data_dir).name)
+    remedy = HOW_TO_GET_MNIST.format(folder=find_data_dir(data_dir).name or ".")
     return f"Data: scikit-learn's 1,797 bundled digits, because MNIST couldn't be downloaded. {remedy}"
 
 

@@ -24,7 +24,7 @@ from fsdp_helpers.ranks.errors import list_ranks
 
 # By default, NCCL's `wait()` doesn't wait, and a watchdog later aborts a healthy process (SIGABRT) without naming the
 # missing rank. With this setting, `wait()` waits and raises, so the roll call can run, but communication no longer
-# overlaps with computation.
+# overlaps with computation. See `nccl_can_raise` for where it works.
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 LONGEST_WAIT_S = 1800.0  # for the other ranks, if no timeout is given; torch's own default
 ROLL_CALL_S = 5.0  # at most; a quarter of the timeout if that's shorter
@@ -66,7 +66,7 @@ def process_group(
     """
     if device == "cuda":
         compute_repeatably()
-        if timeout_s is not None:
+        if timeout_s is not None and nccl_can_raise():
             os.environ.setdefault(BLOCKING_WAIT, "1")
         torch.cuda.set_device(rank_device())
         group = {"backend": "cpu:gloo,cuda:nccl", "device_id": rank_device()}
@@ -84,6 +84,16 @@ def process_group(
     finally:
         if dist.is_initialized() and not (launched and (failed or device == "cpu")):
             dist.destroy_process_group()
+
+
+def nccl_can_raise() -> bool:
+    """Return True if NCCL's synchronous collectives can wait and raise: in nccl2, torch's default since 2.15.
+
+    The implementation before it returns nothing to wait for, and BLOCKING_WAIT would only turn off its watchdog, so the
+    other ranks would hang forever. There, the watchdog aborts them after the timeout.
+    """
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    return release >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
 
 
 def keep_freed_memory() -> None:

@@ -218,7 +218,7 @@ def prepare_text(config: TrainConfig) -> str:
     """Return the source of the text that the run trains on, after checking that it's readable and long enough."""
     text, context = read_text(config.text), BYTE_LLAMA.context
     num_test = text.num_test_sequences(context)
-    if num_test == 0:
+    if num_test < 1:
         raise DataError(
             f"the text has {len(text.content)} bytes, which isn't enough for {TEST_PART} sequences of {context}; "
             f"give a text of at least {TEST_PART * context + 1} bytes"

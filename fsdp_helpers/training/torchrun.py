@@ -93,8 +93,12 @@ def _check_restarts() -> None:
 
 
 def reports_bad_input() -> bool:
-    """Return True if this process should report bad input: if it's the only process, or rank 0."""
-    return os.environ.get("RANK", "0") == "0" or not os.environ["RANK"].isdecimal()
+    """Return True if this process should report bad input: the only process, or the first of those on its machine.
+
+    Bad input may be on one machine alone, for example if a folder is missing there.
+    """
+    rank = os.environ.get("RANK", "0")
+    return "0" in (rank, os.environ.get("LOCAL_RANK")) or not rank.isdecimal()
 
 
 def leave_it_to_rank_0() -> None:

@@ -216,6 +216,7 @@ def test_the_note_of_a_failed_download_can_be_deleted(mirror, tmp_path):
     mirror.files.update(files)
     assert prepare_data(tmp_path) == "digits"
     assert f"to try again now, delete {tmp_path.name}/{FAILED_DOWNLOAD}." in describe_source("digits", tmp_path)
+    assert "into the folder ./MNIST/raw" in describe_source("digits", ".")
     (tmp_path / FAILED_DOWNLOAD).unlink()
     assert prepare_data(tmp_path) == "mnist"
 

@@ -220,6 +220,7 @@ def test_logits_of_transformers(shape):
         (["--text", "some.txt"], "text is only for model 'llama', but model is 'shallow'"),
         (["--model", "llama", "--text", "not-there.txt"], "the text not-there.txt can't be read"),
         (["--model", "llama", "--text", "short.txt"], "5 bytes, which isn't enough for 10 sequences of 128"),
+        (["--model", "llama", "--text", "empty.txt"], "0 bytes, which isn't enough for 10 sequences of 128"),
         (["--model", "llama", "--export", "there"], "there already exists"),
         (["--model", "llama", "--global-batch-size", "100000"], "training sequences don't fill one global batch"),
     ],
@@ -227,6 +228,7 @@ def test_logits_of_transformers(shape):
 def test_bad_input_is_one_line(flags, complaint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "empty.txt").touch()
     (tmp_path / "there").mkdir()
     assert main_in_process("train", *flags) == 2
     error = capsys.readouterr().err

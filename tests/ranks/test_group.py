@@ -59,6 +59,15 @@ def test_a_time_out_on_cuda_has_nccl_raise_instead_of_abort(no_group):
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
 
 
+@pytest.mark.parametrize("release, implementation", [("2.14.1", None), ("2.15.0", "0")])
+def test_nccl_that_cannot_raise_keeps_its_watchdog(no_group, monkeypatch, release, implementation):
+    monkeypatch.setattr(torch, "__version__", release)
+    if implementation:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", implementation)
+    with group.process_group(0, 2, device="cuda", timeout_s=10.0):
+        assert group.BLOCKING_WAIT not in os.environ
+
+
 def test_a_rank_on_the_cpu_keeps_freed_memory_and_sets_nothing_of_cuda(no_group):
     with group.process_group(0, 2, device="cpu", timeout_s=10.0):
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ and group.BLOCKING_WAIT not in os.environ

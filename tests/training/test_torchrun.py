@@ -259,8 +259,11 @@ def test_a_bad_environment_is_one_line_on_one_rank(variables, arguments, message
     assert main_in_process(*command) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert re.search(message, line), line
-    if variables.get("RANK") == "0" and "LOCAL_RANK" in variables:
+    if variables.get("RANK") == variables.get("LOCAL_RANK") == "0":
         monkeypatch.setenv("RANK", "1")
+        assert main_in_process(*command) == 2
+        assert len(capfd.readouterr().err.splitlines()) == 1, "the first rank of another machine"
+        monkeypatch.setenv("LOCAL_RANK", "1")
         assert main_in_process(*command) == 2
         assert capfd.readouterr().err == ""
 
