@@ -13,13 +13,14 @@ from fsdp_helpers.planning.precisions import FP32_BYTES
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 
 
-def fsdp_sent_bytes(params: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
+def fsdp_sent_bytes(params: int, ranks: int, *, reshards: bool = True, value_bytes: int = FP32_BYTES) -> int:
     """Return the bytes for 3 · (N−1)/N · P values: FSDP all-gathers each unit twice and reduce-scatters it once.
 
-    Padding isn't counted, and every parameter is assumed to be in a unit below the root.
+    If it never `reshards` within a step, as in a pipeline, it all-gathers each unit only once. Padding isn't counted, and
+    every parameter is assumed to be in a unit below the root.
     """
     full_bytes = params * value_bytes
-    gathered = collective_sent_bytes("all_gather", 2 * full_bytes, ranks)
+    gathered = collective_sent_bytes("all_gather", (2 if reshards else 1) * full_bytes, ranks)
     return gathered + collective_sent_bytes("reduce_scatter", full_bytes, ranks)
 
 
@@ -164,13 +165,15 @@ class DimensionedRun:
         """Return the bytes that a rank sends in a step along each dimension, with `value_bytes` per value.
 
         A rank has `layers / pipeline` layers (a fraction, if they don't split evenly), works on `1 / context` of the
-        tokens, and keeps `1 / tensor` of each matrix, which FSDP shards across the data and context ranks.
+        tokens, and keeps `1 / tensor` of each matrix, which FSDP shards across the data and context ranks, without
+        resharding within a pipeline. In a pipeline of three or more stages, the rank is in the middle.
         """
         layers = self.layers / self.pipeline
         own_tokens = self.sequences * self.length // self.context
+        own_params = self.params // (self.tensor * self.pipeline)
         both = {"value_bytes": value_bytes}
         sent = {
-            "FSDP": fsdp_sent_bytes(self.params // (self.tensor * self.pipeline), self.data * self.context, **both),
+            "FSDP": fsdp_sent_bytes(own_params, self.data * self.context, reshards=self.pipeline == 1, **both),
             "tensor": round(layers * tensor_sent_bytes(1, own_tokens, self.width, self.tensor, **both)),
             "context": round(
                 layers
@@ -178,8 +181,10 @@ class DimensionedRun:
                     1, self.sequences * self.length, self.kv_width // self.tensor, self.context, **both
                 )
             ),
-            "pipeline": pipeline_sent_bytes(own_tokens, self.width, **both) if self.pipeline > 1 else 0,
+            "pipeline": 0,
         }
+        if self.pipeline > 1:
+            sent["pipeline"] = pipeline_sent_bytes(own_tokens, self.width, at_the_end=self.pipeline == 2, **both)
         return {name: size for name, size in sent.items() if size}
 
 

@@ -15,7 +15,7 @@ def on_ranks(world_size: int, worker, *args) -> list:
 
 def test_copies_that_start_apart_stay_apart():
     for found in on_ranks(4, many_machines.copies_apart):
-        apart, alike = found["a seed per rank"], found["one seed"]
+        apart, alike = found["a seed per rank"], found["a seed per shard"]
         # The copies' gradients are averaged, so both take the same steps (rounding aside).
         assert apart["at the start"] > 0.1 and apart["after 5 steps"] == pytest.approx(apart["at the start"], rel=1e-4)
         assert set(alike.values()) == {0.0}
