@@ -210,8 +210,9 @@ AGENTS = (
             "counted as part of this job."
         ),
         tell=(
-            "If `worker_count` in the message is smaller than `world_size`, ranks are missing. If `worker_count` is "
-            "larger, two jobs share an address and port, or this job reuses an old `--rdzv-id` or file store."
+            "*1/2 clients joined* means that ranks are missing. An older message has `worker_count` and `world_size` "
+            "instead: if `worker_count` is larger, two jobs share an address and port, or this job reuses an old "
+            "`--rdzv-id` or file store."
         ),
         fix=(
             "Start exactly nnodes × nproc-per-node processes, and pass the same two values on all machines. On Slurm, "
@@ -352,8 +353,8 @@ AGENTS = (
         ),
         tell="The real error comes before this message, in the log of the node that left first.",
         fix=(
-            "Use a new ID for every job, such as `--rdzv-id=$SLURM_JOB_ID`. Make sure that all nodes join in time "
-            "(`--rdzv-conf=join_timeout=600`), and read the log of the node that failed first. If you run several "
+            "Use a new ID for every job, such as `--rdzv-id=$SLURM_JOB_ID`. If nodes start more than ten minutes apart, "
+            "raise the join timeout (`--rdzv-conf=join_timeout=1800`), and read the log of the node that failed first. If you run several "
             "jobs on one machine, start each with `--standalone` or `--rdzv-endpoint=localhost:0`."
         ),
         messages=("RendezvousClosedError",),

@@ -380,17 +380,18 @@ BRANCHES = (
         name="memory-after-oom",
         title="After one step runs out of memory, later steps use more memory and give wrong results",
         why=(
-            "An exception in the middle of backward leaves the units unsharded. If you catch the exception and go on "
-            "to the next batch, the units stay unsharded: each rank holds full parameters and full gradients, and the "
-            "gradients aren't reduced. No error is raised."
+            "An exception in the middle of backward leaves FSDP in the state of a backward pass. If you catch the "
+            "exception and go on to the next batch, units that were in backward are unsharded in the next forward pass "
+            "but never resharded, and their gradients aren't reduced: here, each rank holds full parameters and full "
+            "gradients. No error is raised."
         ),
         tell=(
             "Between steps, memory use is higher than before the failure, and `type(next(model.parameters()))` isn't "
             "DTensor."
         ),
         fix=(
-            "After catching the exception, call `model.reset_iter_state()` on the root, and then `zero_grad()`, on "
-            "every rank."
+            "After catching the exception, call `model.reset_iter_state()` on the root (PyTorch 2.15 or later), and "
+            "then `zero_grad()`, on every rank."
         ),
         numbers=("memory is several GB higher after a step has run out of memory; later steps have no reduce-scatter",),
         behavior=(

@@ -188,8 +188,8 @@ CRASHES_AT_THE_ENDS = (
         title="environment variable RANK expected, but not set",
         why=(
             "`init_process_group` reads the rank, the world size and the address from environment variables that "
-            "torchrun sets. If you start the script with `python train.py`, those variables aren't set, and a script "
-            "that doesn't check for them trains alone, as rank 0 of 1."
+            "torchrun sets. If you start the script with `python train.py`, those variables aren't set. A script that "
+            "falls back to rank 0 of 1 then trains alone, without an error."
         ),
         tell=(
             "`env | grep -E 'RANK|WORLD_SIZE|MASTER'` prints nothing. A collective called without `init_process_group` "

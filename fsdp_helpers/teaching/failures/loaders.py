@@ -236,8 +236,8 @@ LOADERS = (
         ),
         fix=(
             "Catch bad samples inside the dataset and replace them, so that every rank still gets the same number of "
-            "samples. *Killed* means that host memory ran out: use fewer workers, `persistent_workers=True`, and "
-            "arrays instead of lists of Python objects."
+            "samples. *Killed* means that host memory ran out: use fewer workers, a smaller `prefetch_factor`, "
+            "and arrays instead of lists of Python objects."
         ),
         messages=(
             "in DataLoader worker process 0",
@@ -311,18 +311,19 @@ LOADERS = (
         name="crash-open-files",
         title="Too many open files",
         why=(
-            "Loader workers pass each tensor as a file descriptor, and ranks × workers × prefetched batches can exceed "
-            "the usual limit of 1,024 open files."
+            "A loader worker passes each tensor as a file descriptor, which stays open in the rank for as long as the "
+            "tensor is in use. If you keep batches (here, all 60 in a list), or many workers prefetch batches of many "
+            "tensors, a rank exceeds its limit, usually 1,024 open files."
         ),
         tell="To see the limit, run `ulimit -n` or `python -m fsdp_helpers doctor` inside the job.",
         fix=(
-            "Raise the limit with `ulimit -n 65536`, or call "
-            "`torch.multiprocessing.set_sharing_strategy('file_system')` at the top of the script."
+            "Don't keep batches: copy what you need with `batch.clone()`. Or raise the limit with `ulimit -n 65536`, or "
+            "call `torch.multiprocessing.set_sharing_strategy('file_system')` at the top of the script."
         ),
         messages=("Too many open files",),
         behavior=(
             "fails after an epoch or some hundred batches with many loader workers",
-            "[Errno 24]; ulimit -n; num_workers × ranks",
+            "[Errno 24]; ulimit -n; num_workers × prefetched batches",
         ),
         quotes={
             "a run on the CPU": (

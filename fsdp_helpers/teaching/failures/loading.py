@@ -409,7 +409,7 @@ LOADING = (
     ),
     Failure(
         name="crash-meta-tensor",
-        title="Cannot copy out of meta tensor; no data!",
+        title="Cannot copy out of meta tensor; no data",
         why=(
             "A model built on the meta device has shapes but no values, so there's nothing to copy. If you use such a "
             "model as it is, it fails with *is not on the expected device meta* or, if it's sharded, with *should be "

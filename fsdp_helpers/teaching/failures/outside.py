@@ -85,7 +85,8 @@ def feed_fp32_into_bf16(rank: int, world_size: int) -> Numbers:
 
 def let_the_policy_cast(rank: int, world_size: int) -> Numbers:
     model = small_model()
-    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=policy)
     return {"outputs": float(model(images()).numel())}
 
 
@@ -252,8 +253,8 @@ OUTSIDE = (
             "head is often the culprit."
         ),
         fix=(
-            "Keep the model in fp32 and compute in bf16: `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. If only "
-            "one layer differs, cast its input: `layer(x.to(layer.weight.dtype))`."
+            "Keep the model in fp32 and compute in bf16: "
+            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. If only one layer differs, cast its input: `layer(x.to(layer.weight.dtype))`."
         ),
         messages=("mat1 and mat2 must have the same dtype, but got Float and BFloat16",),
         behavior=(

@@ -29,7 +29,8 @@ def train_a_model_loaded_in_bf16(rank: int, world_size: int) -> Numbers:
 
 def train_a_model_loaded_in_fp32(rank: int, world_size: int) -> Numbers:
     model = small_model()
-    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=policy)
     return share_that_changes(model, torch.bfloat16)
 
 
@@ -85,7 +86,8 @@ def shard_two_formats(rank: int, world_size: int) -> Numbers:
 
 def shard_one_format(rank: int, world_size: int) -> Numbers:
     model = Adapted().float()
-    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=policy)
     return {"outputs": float(model(images()).numel())}
 
 
@@ -140,7 +142,7 @@ PRECISION = (
         ),
         fix=(
             "Load the model in fp32, and compute in bf16: `fully_shard(model, "
-            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`."
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))`."
         ),
         numbers=("a few percent of the weights change in a step",),
         behavior=(
@@ -173,8 +175,8 @@ PRECISION = (
         ),
         fix=(
             "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, since bf16 has the same range as fp32. If you "
-            "have to use fp16, use `torch.amp.GradScaler`, which finds an inf in any rank's shard, and leave out "
-            "`autocast`. If you see *Attempting to unscale FP16 gradients*, the trained parameters are in fp16, so "
+            "have to use fp16, use `torch.amp.GradScaler` (with FSDP1, `ShardedGradScaler`), which finds an inf in any "
+            "rank's shard, and leave out `autocast`. If you see *Attempting to unscale FP16 gradients*, the trained parameters are in fp16, so "
             "load them in fp32."
         ),
         numbers=("the loss is NaN or inf after a few steps with fp16, GradScaler or autocast",),
@@ -220,8 +222,8 @@ PRECISION = (
         ),
         tell="`{p.dtype for p in model.parameters() if p.requires_grad}` has two elements.",
         fix=(
-            "Call `model.float()` before `fully_shard`, and pass `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` "
-            "to compute in bf16. Or make the adapters separate units. With QLoRA, set "
+            "Call `model.float()` before `fully_shard`, and pass "
+            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` to compute in bf16. Or make the adapters separate units. With QLoRA, set "
             "`bnb_4bit_quant_storage=torch.bfloat16`."
         ),
         messages=("FSDP expects uniform original parameter dtype but got",),

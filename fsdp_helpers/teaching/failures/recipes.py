@@ -223,13 +223,15 @@ RECIPES = (
         title="Every rank, or every worker, draws the same random numbers",
         why=(
             "Every rank needs the same seed so that the weights start out equal, but that seed also gives every rank "
-            "the same dropout, noise and augmentations. Forked loader workers all copy the same NumPy state."
+            "the same dropout, noise and augmentations. Loader workers get their seeds (torch's, Python's and NumPy's) "
+            "from the rank's torch generator, so they repeat, too. A generator of your own, such as "
+            "`numpy.random.default_rng(0)` in the dataset, is copied into every worker."
         ),
         tell="Print `torch.rand(1)` and `numpy.random.rand()` on each rank and in each worker.",
         fix=(
             "After the model is built, call `torch.manual_seed(seed + rank)` or, with accelerate, "
-            "`accelerate.utils.set_seed(seed, device_specific=True)`. Pass the loader a `worker_init_fn` that seeds "
-            "NumPy from `torch.initial_seed()`."
+            "`accelerate.utils.set_seed(seed, device_specific=True)`. Create your own generators in a "
+            "`worker_init_fn`, from `torch.initial_seed()`."
         ),
         behavior=(
             "augmentations, noise or dropout are identical on all GPUs or workers",

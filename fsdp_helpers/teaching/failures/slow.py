@@ -205,12 +205,12 @@ def half_of_the_tokens() -> Numbers:
 # ---------------------------------------------------------------- gradients in a different layout
 
 
-def count_copied_gradients(model: nn.Module) -> Numbers:
-    """Return how many stride warnings DDP issues in one backward pass: one for each gradient that it copies."""
+def count_other_layouts(model: nn.Module) -> Numbers:
+    """Return how many stride warnings DDP issues in one backward pass: one for each gradient in a different layout."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(gray_images()).square().mean().backward()
-    return {"gradients that are copied": sum("Grad strides" in str(warning.message) for warning in caught)}
+    return {"gradients in a different layout": sum("Grad strides" in str(warning.message) for warning in caught)}
 
 
 def gray_images() -> Tensor:
@@ -231,17 +231,17 @@ def every_warning() -> Iterator[None]:
 def convolve_in_two_layouts(rank: int, world_size: int) -> Numbers:
     model = nn.Conv2d(1, 4, 3)
     with every_warning():
-        return count_copied_gradients(DistributedDataParallel(model))
+        return count_other_layouts(DistributedDataParallel(model))
 
 
 def convolve_in_one_layout(rank: int, world_size: int) -> Numbers:
     model = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
     with every_warning():
-        return count_copied_gradients(DistributedDataParallel(model))
+        return count_other_layouts(DistributedDataParallel(model))
 
 
 def no_gradient() -> Numbers:
-    return {"gradients that are copied": 0}
+    return {"gradients in a different layout": 0}
 
 
 SLOW = (
@@ -393,15 +393,14 @@ SLOW = (
         name="slow-grad-strides",
         title="Grad strides do not match bucket view strides",
         why=(
-            "DDP's buckets store each gradient in its parameter's layout. A gradient that arrives in a different "
-            "layout (after `transpose` or `permute`, in 1 x 1 convolutions, or with `channels_last` images and a model "
-            "in a different layout) is copied an extra time in every step."
+            "DDP copies each gradient into a bucket, which has its parameter's layout. If a gradient arrives in a "
+            "different layout (after `transpose` or `permute`, in 1 x 1 convolutions, or with `channels_last` images and "
+            "a model in a different layout), that copy is slower, in every step."
         ),
         tell="It's only a warning; the results are right. The message shows the parameter's sizes and strides.",
         fix=(
             "Give the model and the images the same layout: `model.to(memory_format=torch.channels_last)`. Call "
-            "`.contiguous()` after the `transpose` or `permute` that feeds the layer. Or set "
-            "`gradient_as_bucket_view=False`, or ignore the warning."
+            "`.contiguous()` after the `transpose` or `permute` that feeds the layer. Or ignore the warning."
         ),
         behavior=("a warning about strides under DDP; this is not an error, but may impair performance",),
         quotes={

@@ -317,8 +317,8 @@ WRAPPED = (
             "groups chosen by name (no weight decay for norms) match nothing, and the original parameters are gone."
         ),
         tell=(
-            "The names in `[n for n, _ in model.named_parameters()]` end in `_flat_param` or contain "
-            "`_fsdp_wrapped_module`."
+            "The names in `[n for n, _ in model.named_parameters()]` end in `_flat_param`. (With "
+            "`use_orig_params=True`, they still contain `_fsdp_wrapped_module.`, so compare the end of a name.)"
         ),
         fix=(
             "Wrap with `FSDP(model, use_orig_params=True)` first, then make the groups from the wrapped model's "
@@ -347,13 +347,14 @@ WRAPPED = (
         name="crash-accumulation-flag",
         title="Accumulation ends inside no_sync, or the flag is set too late",
         why=(
-            "`no_sync` and `require_backward_grad_sync` also matter in the *forward pass*. If the last micro-batch's "
-            "forward pass is still inside `no_sync`, its gradients aren't reduced. With DDP, the ranks drift apart "
-            "without an error. With FSDP1, the full gradients don't match the shards' shapes in `step`."
+            "If the last micro-batch's backward pass runs inside `no_sync`, its gradients aren't reduced. With FSDP1, "
+            "the full gradients then don't match the shards' shapes in `step`. With DDP, the ranks drift apart without "
+            "an error. DDP also checks the flag in the *forward pass*, so leaving `no_sync` before `backward` is too "
+            "late."
         ),
         tell=(
-            "With one micro-batch per step, the numbers are right. Compare `p.grad` across ranks after the last "
-            "backward pass."
+            "With DDP and different images on each rank, `p.grad` differs across ranks after the last backward pass. "
+            "With FSDP1, `p.grad` has the full size instead of the shard's."
         ),
         fix=(
             "Write `with model.no_sync() if not is_last else nullcontext(): loss = model(batch); loss.backward()`, "

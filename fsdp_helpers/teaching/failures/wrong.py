@@ -180,7 +180,10 @@ WRONG = (
             "Without a sampler, or with a sampler that isn't given the rank, every process reads the same images. All "
             "ranks then have the same gradient, and averaging doesn't change it."
         ),
-        tell="The gradient and the first step's loss are the same with any number of ranks.",
+        tell=(
+            "Every rank logs the same loss in every step. Print the first indices, or the sum of the first batch, on "
+            "each rank."
+        ),
         fix="Give every rank its own images: `DistributedSampler(dataset)`, or `images[rank::world_size]`.",
         numbers=("eight ranks learn no faster than one; the first loss is equal on all ranks",),
         behavior=(

@@ -204,7 +204,11 @@ WRONG_DATA = (
             "rank has three. That hardly matters in training, but in an evaluation, the repeated image counts twice."
         ),
         tell="Add up how many images each rank evaluated, and compare the sum with the size of the data set.",
-        fix="Split the images among ranks without padding, and divide the total hits by the number of images.",
+        fix=(
+            "Split the images among ranks without padding, and divide the total hits by the number of images. With a "
+            "sharded model, also give every rank the same number of batches, or it hangs: see "
+            "[hang-uneven-batches](#hang-uneven-batches)."
+        ),
         numbers=(
             "the accuracy depends on the number of ranks; more images are evaluated than there are in the data set",
             "metrics in a distributed evaluation differ slightly from a single GPU's",
@@ -297,8 +301,8 @@ WRONG_DATA = (
         name="wrong-batchnorm",
         title="Ranks disagree in evaluation",
         why=(
-            "A BatchNorm layer's running mean and variance are buffers: they aren't sharded, and nothing synchronizes "
-            "them. Each rank computes them from its own images, and a checkpoint keeps only one rank's values."
+            "A BatchNorm layer's running mean and variance are buffers: they aren't sharded, and FSDP doesn't "
+            "synchronize them. (DDP copies rank 0's values to all ranks before each forward pass.) Each rank computes them from its own images, and a checkpoint keeps only one rank's values."
         ),
         tell="Compare `running_mean` and `running_var` across the ranks.",
         fix=(
@@ -338,7 +342,10 @@ WRONG_DATA = (
             "One rank runs two all-reduces of the same shape in the opposite order. The shapes match, so nothing "
             "hangs, and one rank's loss is added to the other rank's image count."
         ),
-        tell="A trace shows no mismatch, because the sizes agree. All-reduce a constant, too, and check its sum.",
+        tell=(
+            "A trace shows no mismatch, because the sizes agree. `dist.all_gather_object(orders, names)` shows that the "
+            "ranks' names are in different orders."
+        ),
         fix="Reduce the metrics in the same order on every rank, or reduce them all as one tensor.",
         numbers=(
             "logged numbers are impossible: one metric contains part of a different one",

@@ -94,7 +94,8 @@ def _changes(before: list[str], after: list[str], title: str) -> Listing:
     changes = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
     added, removed = (sum(line.startswith(sign) for line in changes) for sign in "+-")
     shown = ["..." if line.startswith("@@") else line for line in changes]
-    return Listing("\n".join(shown), f"{title}: {added} lines added, {removed} removed.", "diff")
+    lines = "line" if added == 1 else "lines"
+    return Listing("\n".join(shown), f"{title}: {added} {lines} added, {removed} removed.", "diff")
 
 
 def _body(function: Callable) -> list[str]:
