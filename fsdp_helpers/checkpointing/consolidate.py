@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pickle
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,23 +116,35 @@ WRITERS: dict[str, Callable] = {".safetensors": _write_safetensors, ".pt": _writ
 def _read(checkpoint: Path, entry: TensorEntry, tensor: Tensor) -> None:
     """Fill `tensor` by reading its shards straight into place, and check each for damage.
 
-    Each shard is stored the way `torch.save` stores a tensor: in a zip archive whose member data/0 has the values.
-    Nothing else in the archive is read, so no code can run. (`dcp.load` could do this, and it
-    would be faster, but torch doesn't check the archive's checksum, so a corrupted byte would end up in a weight.)
+    Each shard is stored the way `torch.save` stores a tensor: in a zip archive whose member data/0 has the values, in
+    the order they had in memory. (`dcp.load` could do this, and it would be faster, but torch doesn't check the
+    archive's checksum, so a corrupted byte would end up in a weight.)
     """
     for part in entry.shards:
+        place = tensor
+        for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+            place = place.narrow(dim, offset, size)
+        if not place.numel():
+            continue
         try:
-            place = tensor
-            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-                place = place.narrow(dim, offset, size)
-            if not place.numel():
-                continue
-            values = place.contiguous()  # `place` itself if the shard consists of full rows
-            _read_values(checkpoint / part.file, part, memoryview(values.view(-1).view(torch.uint8).numpy()))
+            stored = _read_layout(checkpoint / part.file, part)
+            fits = place.is_contiguous() and stored.is_contiguous()  # in rows, both here and in the file
+            values = place.view(-1) if fits else torch.empty(place.numel(), dtype=place.dtype)
+            _read_values(checkpoint / part.file, part, memoryview(values.view(torch.uint8).numpy()))
+            if not fits:
+                place.copy_(values.as_strided(place.size(), stored.stride()))
         except Exception as error:  # a damaged archive may raise anything
-            raise CheckpointError(f"{checkpoint / part.file} is damaged at {entry.name}: {error}") from error
-        if values is not place:
-            place.copy_(values)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise CheckpointError(f"{checkpoint / part.file} is damaged at {entry.name}: {reason}") from error
+
+
+def _read_layout(path: Path, part: ShardEntry) -> Tensor:
+    """Return the shard as a meta tensor, which has its shape and strides without its values; this runs no code."""
+    try:
+        with open(path, "rb") as file:
+            return torch.load(_Window(file, part.begin, part.length), map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as error:  # whose message suggests to read the file without weights_only
+        raise ValueError("it isn't stored as a plain tensor") from error
 
 
 def _read_values(path: Path, part: ShardEntry, buffer: memoryview) -> None:

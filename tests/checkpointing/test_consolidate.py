@@ -163,6 +163,36 @@ def test_a_shard_that_takes_several_reads(suffix, tmp_path, monkeypatch):
     assert workers.differences(READERS[suffix](tmp_path / f"model{suffix}"), tensors) == []
 
 
+def small_conv(memory_format: torch.memory_format) -> torch.nn.Module:
+    return torch.nn.Conv2d(3, 4, 5).to(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_a_model_whose_channels_are_last_in_memory(suffix, tmp_path):
+    model = small_conv(torch.channels_last)
+    assert not model.weight.is_contiguous()
+    save(tmp_path / "one", model)
+    consolidate(tmp_path / "one", tmp_path / f"model{suffix}")
+    assert workers.differences(READERS[suffix](tmp_path / f"model{suffix}"), model.state_dict()) == []
+
+
+# Torch keeps the order in memory of a tensor that has no gaps, and closes the gaps of the others.
+ORDERS = {
+    "channels last": torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
+    "a part of it": torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)[1:3],
+    "transposed": torch.randn(6, 7).T,
+    "with gaps": torch.randn(6, 7)[:, ::2],
+    "one for all": torch.randn(1, 7).expand(6, 7),
+}
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_values_in_any_order_in_memory(suffix, tmp_path):
+    """In a folder that `dcp.save` wrote, which keeps that order in the file."""
+    consolidate(save_by_hand(tmp_path / "run", ORDERS), tmp_path / f"model{suffix}")
+    assert workers.differences(READERS[suffix](tmp_path / f"model{suffix}"), ORDERS) == []
+
+
 # ---------------------------------------------------------------- folders of other people
 
 
@@ -199,6 +229,17 @@ def test_a_folder_of_anyone(foreign, tmp_path, capfd, monkeypatch):
         assert second.startswith("skipped (not tensors): ")
         named = second.partition(": ")[2].split(", ")
         assert {"epoch", "mark"} <= set(named) and any(name.startswith("optimizer.param_groups") for name in named)
+    assert "MARKED" not in os.environ
+
+
+def test_a_tensor_whose_pickle_calls_a_function(tmp_path, monkeypatch, capfd):
+    """The pickle beside the values is read, for their order in memory, but only as data."""
+    monkeypatch.delenv("MARKED", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda data, file, save=torch.save: save(Marks(), file))
+        path = save_by_hand(tmp_path / "run", {"weight": torch.zeros(3)})
+    message = "__0_0.distcp is damaged at model.weight: it isn't stored as a plain tensor"
+    check_refused(path, tmp_path / "model.pt", message, capfd)
     assert "MARKED" not in os.environ
 
 
