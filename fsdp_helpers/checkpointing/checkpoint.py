@@ -6,6 +6,7 @@ Every rank writes its shards to its own file, and rank 0 writes an index of all 
 """
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -79,20 +80,20 @@ def save(
             up with the step's collectives.
 
     Raises CheckpointError on every rank if any rank can't write; in that case, `folder` isn't created. Raises
-    ValueError if `extra` isn't plain data.
+    ValueError if `extra` isn't plain data, or if `settings` can't be written as JSON.
     """
     path = Path(folder).absolute()
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise CheckpointError(f"{path} already exists; choose another name, such as {checkpoint_name(20)}")
     if not wait and group is None and num_ranks() > 1:
         raise ValueError('saving in the background needs its own process group: group=dist.new_group(backend="gloo")')
+    description = {"step": step_of(path), "world_size": num_ranks(), "settings": _as_json(settings or {})}
     tensors, plain = _content(model, optimizer, extra)
     unfinished = begin(path)
     if this_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
     gather_over_ranks(None)  # no rank creates the folder again until the old one is gone
     writer = dcp.FileSystemWriter(unfinished)
-    description = {"step": step_of(path), "world_size": num_ranks(), "settings": settings or {}}
     with ignore_single_process_warnings():
         if wait:
             _finish(lambda: dcp.save(tensors, storage_writer=writer), unfinished, plain, description)
@@ -142,6 +143,20 @@ def _packed(plain: dict[str, Any]) -> bytes:
     return written.getvalue()
 
 
+def _as_json(settings: dict) -> dict[str, Any]:
+    """Return `settings` as they'll be read from JSON. Every rank checks them, or all others would wait for rank 0."""
+    copied = {}
+    for key, value in settings.items():
+        try:
+            copied |= json.loads(json.dumps({key: value}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"settings[{key!r}] is {value!r}, which can't be written as JSON ({error}); pass str(...) of it, or "
+                "leave it out"
+            ) from error
+    return copied
+
+
 def _first_line(error: Exception) -> str:
     told = [line.strip() for line in str(error).splitlines() if "nsupported" in line or "Can't" in line]
     return (told or str(error).splitlines() or [type(error).__name__])[0]
@@ -187,8 +202,9 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     Every rank has to call this, with a model and optimizer that haven't taken a step yet, and reads only its own
     shards. `folder` is a checkpoint, or a folder of checkpoints named step-00000020 and so on, from which the newest is
     loaded. The optimizer's settings, including the learning rate, are restored, except for its implementation (`fused`,
-    `foreach`). Ranks that saved a random state get it back; additional ranks get random streams that no rank has drawn
-    from yet. Tensors in `extra` come back in host memory.
+    `foreach`). On the number of ranks that saved it, each rank gets its random states back. On any other number, only
+    rank 0's CPU generator does; all other generators start streams that no rank has drawn from yet. Tensors in `extra`
+    come back in host memory.
 
     Raises CheckpointError if there's no complete checkpoint, or if it belongs to a different model.
     """

@@ -257,6 +257,35 @@ def test_an_extra_that_is_not_plain_is_refused(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"seed": 1, "dtype": torch.float32},
+            r"^settings\['dtype'\] is torch\.float32, which can't be written as JSON",
+        ),
+        (
+            {"deep": [{"sizes": {3}}]},
+            r"^settings\['deep'\] is \[\{'sizes': \{3\}\}\], which .* pass str\(\.\.\.\) of it",
+        ),
+        ({(1, 2): 3}, r"^settings\[\(1, 2\)\] is 3, which can't be written as JSON"),
+    ],
+)
+def test_settings_that_are_not_json_are_refused_before_anything_is_written(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path / "one", workers.small_model(), settings=settings)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_settings_are_those_of_the_moment_of_the_save(tmp_path):
+    settings = {"rate": 0.5, "stages": [1]}
+    writing = save(tmp_path / "one", workers.small_model(), settings=settings, wait=False)
+    settings["stages"].append(torch.float32)
+    writing.result()
+    assert read_checkpoint(tmp_path / "one").settings == {"rate": 0.5, "stages": [1]}
+
+
 # ---------------------------------------------------------------- refused
 
 
