@@ -111,7 +111,8 @@ def _way_out(path: Path) -> str:
 def locked(folder: Path) -> Iterator[None]:
     """Within the block, hold the lock on `folder`; first, remove unfinished files that a killed process left behind.
 
-    Raises CheckpointError if another run holds the lock, or if the folder can't be written to.
+    Raises CheckpointError if another run holds the lock, if the folder can't be written to, or if such files can't be
+    removed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,8 +125,25 @@ def locked(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"checkpoints can't be written to {folder} ({error.strerror})") from error
     with lock:
         for left in [*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REMOVED}*")]:
-            shutil.rmtree(left)
+            with _removal_of(left):
+                shutil.rmtree(left)
         yield
+
+
+@contextmanager
+def _removal_of(path: Path) -> Iterator[None]:
+    """Within the block, turn an OSError, which may name a single file without its folder, into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be removed ({error.strerror or error}); delete it by hand") from error
+
+
+def check_new_folder(folder: Path, what: str) -> None:
+    """Raise CheckpointError unless `folder`, which doesn't exist yet, can be created for `what`."""
+    existing = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise CheckpointError(f"{what} can't be written to {folder}: {existing} isn't a writable folder")
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -158,11 +176,16 @@ def commit(unfinished: Path, **description: object) -> Path:
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Remove all checkpoints except the newest `count`. Each is renamed first, so none is ever left half deleted."""
+    """Remove all checkpoints except the newest `count`. Each is renamed first, so none is ever left half deleted.
+
+    Raises CheckpointError for a checkpoint that can't be removed.
+    """
     for step in find_steps(folder)[:-count]:
-        doomed = folder / f"{REMOVED}{checkpoint_name(step)}"
-        os.rename(folder / checkpoint_name(step), doomed)
-        shutil.rmtree(doomed)
+        path, doomed = folder / checkpoint_name(step), folder / f"{REMOVED}{checkpoint_name(step)}"
+        with _removal_of(path):
+            os.rename(path, doomed)
+        with _removal_of(doomed):
+            shutil.rmtree(doomed)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ time limit or is preempted, and torchrun forwards it to its ranks. The signal ma
 others, so after every step, the ranks check whether any of them has received it.
 """
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -58,9 +57,7 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
     if folder.exists():
         checkpoint_folder.clear_unfinished(folder)
     else:
-        existing = next(parent for parent in folder.absolute().parents if parent.exists())
-        if not (existing.is_dir() and os.access(existing, os.W_OK)):
-            raise CheckpointError(f"checkpoints can't be written to {folder}: {existing} isn't a writable folder")
+        checkpoint_folder.check_new_folder(folder, "checkpoints")
     start = find_start(config, data_source)
     if start is not None:
         read_index(start[0])  # raises for a damaged one
@@ -144,11 +141,19 @@ class RunCheckpoints:
         folder = Path(self._config.checkpoint_dir)
         try:
             save(folder / checkpoint_folder.checkpoint_name(self.step), model, optimizer, settings=self._settings)
-            if self._rank == 0 and self._keep_last:
-                checkpoint_folder.keep_newest(folder, self._keep_last)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"{folder}: no checkpoint for step {self.step} was saved ({error}); older checkpoints are kept"
+            ) from error
+        if self._rank == 0 and self._keep_last:
+            self._remove_older(folder, self._keep_last)
+
+    def _remove_older(self, folder: Path, keep_last: int) -> None:
+        try:
+            checkpoint_folder.keep_newest(folder, keep_last)
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{folder}: the checkpoint of step {self.step} was saved, but an older one wasn't removed ({error})"
             ) from error
 
 

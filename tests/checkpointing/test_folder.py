@@ -110,6 +110,19 @@ def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
     assert seen == [(".removing-step-00000005", [".removing-step-00000005", "step-00000010"])]
 
 
+def cannot_be_removed(path, *args, **kwargs) -> None:
+    raise PermissionError(13, "Permission denied", "__0_0.distcp")  # Python before 3.13 names the file, not its folder
+
+
+@pytest.mark.parametrize("broken", ["os.rename", "shutil.rmtree"])
+def test_a_checkpoint_that_cannot_be_removed_is_named(broken, tmp_path, monkeypatch):
+    for step in (5, 10):
+        save(tmp_path, step)
+    monkeypatch.setattr(broken, cannot_be_removed)
+    with pytest.raises(CheckpointError, match=r"step-00000005 can't be removed \(Permission denied\)"):
+        keep_newest(tmp_path, 1)
+
+
 # ---------------------------------------------------------------- one file, whole or as it was
 
 
@@ -228,6 +241,18 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path):
         found = set(names(tmp_path))
     assert found - {".lock"} == {"step-00000005", "notes.txt"}
     read_checkpoint(tmp_path / checkpoint_name(5))
+
+
+def test_leftovers_that_cannot_be_removed(tmp_path, monkeypatch):
+    left = tmp_path / ".writing-step-00000010"
+    left.mkdir()
+    monkeypatch.setattr("shutil.rmtree", cannot_be_removed)
+    message = rf"{left} can't be removed \(Permission denied\); delete it by hand"
+    with pytest.raises(CheckpointError, match=message), locked(tmp_path):
+        pytest.fail("the block was entered")
+    monkeypatch.undo()
+    with locked(tmp_path):  # which isn't held any more
+        assert not left.exists()
 
 
 def test_the_lock_ends_with_the_block(tmp_path):

@@ -22,7 +22,7 @@ from runs import FIXTURES, OFFLINE, main_in_process, mostly_long, train
 from workers_for_tests import train_all
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
-from fsdp_helpers.checkpointing.resume import find_start
+from fsdp_helpers.checkpointing.resume import RunCheckpoints, find_start
 from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import RankError, launch
@@ -456,6 +456,23 @@ def test_a_disk_that_is_really_full(small_disk, saving_config, undisturbed):
     assert unfinished(folder) == []
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     check_that_nothing_is_lost(folder, 6, saving_config, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "reason", [PermissionError(13, "Permission denied"), CheckpointError("step-00000001 is stuck")]
+)
+def test_an_old_checkpoint_that_stays_is_no_failed_save(reason, tmp_path, monkeypatch):
+    def refuse(*args) -> None:
+        raise reason
+
+    monkeypatch.setattr("fsdp_helpers.checkpointing.folder.keep_newest", refuse)
+    config = TrainConfig(model="simple", strategy="local", checkpoint_dir=str(tmp_path), keep_last=1)
+    checkpoints = RunCheckpoints(config, 0, "digits")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.after_step(*workers.build(config, seed=1), last_step=1)
+    expected = f"{tmp_path}: the checkpoint of step 1 was saved, but an older one wasn't removed ({reason})"
+    assert str(caught.value) == expected
+    assert find_steps(tmp_path) == [1]
 
 
 # ---------------------------------------------------------------- refused before any rank starts
