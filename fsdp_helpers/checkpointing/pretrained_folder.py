@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
+from fsdp_helpers.checkpointing.shard_index import failures_named
 from fsdp_helpers.checkpointing.training_state import ignore_single_process_warnings, name_in_plain, this_rank
 from fsdp_helpers.ranks.group import gather_over_ranks
 
@@ -31,7 +32,8 @@ def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
 def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict, *, num_files: int = 3) -> None:
     """Write the model to a new folder; every rank writes its shards, which are then joined into full tensors.
 
-    The folder has a temporary name until it's complete. Raises CheckpointError if `folder` already exists.
+    The folder has a temporary name until it's complete. Raises CheckpointError if `folder` already exists, or if the
+    model can't be written; in that case, nothing is left behind.
     """
     folder = Path(folder).absolute()
     unfinished = folder.with_name(f".{folder.name}-unfinished")
@@ -46,10 +48,15 @@ def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict,
     writer = HuggingFaceStorageWriter(
         str(unfinished), fqn_to_index_mapping=file_of, save_distributed=True, enable_consolidation=True
     )
-    with ignore_single_process_warnings():
-        dcp.save(tensors, storage_writer=writer)
-    if this_rank() == 0:
-        shutil.rmtree(unfinished / SHARDED)
-        (unfinished / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        unfinished.rename(folder)
+    try:
+        with failures_named(folder, "write the model"), ignore_single_process_warnings():
+            dcp.save(tensors, storage_writer=writer)
+        if this_rank() == 0:
+            shutil.rmtree(unfinished / SHARDED)
+            (unfinished / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+            unfinished.rename(folder)
+    except (OSError, CheckpointError):
+        if this_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # makes room in case the disk is full
+        raise
     gather_over_ranks(None)  # no rank continues until the folder has its final name

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from fsdp_helpers.checkpointing.folder import CheckpointError
+from fsdp_helpers.checkpointing.folder import CheckpointError, check_new_folder
 from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
 from fsdp_helpers.config import TrainConfig, require_seconds
 from fsdp_helpers.data.source import DataError, num_test_images, num_train_images, prepare_data
@@ -98,7 +98,7 @@ def train_each(
     The records are the same as from separate calls to `train`, but PyTorch is loaded only once. Raises the same errors
     as `train`, and ValueError for a variant with a `checkpoint_dir`.
     """
-    with shown_by_message(ValueError, DataError):
+    with shown_by_message(ValueError, DataError, CheckpointError):
         configs = {name: replace(config, **changes) for name, changes in variants.items()}
         for name, one in configs.items():
             if one.checkpoint_dir is not None:
@@ -215,7 +215,10 @@ def prepare_run_data(config: TrainConfig) -> str:
 
 
 def prepare_text(config: TrainConfig) -> str:
-    """Return the source of the text that the run trains on, after checking that it's readable and long enough."""
+    """Return the source of the text that the run trains on, after checking that it's readable and long enough.
+
+    This also checks that the model can be exported, before any time is spent on training it.
+    """
     text, context = read_text(config.text), BYTE_LLAMA.context
     num_test = text.num_test_sequences(context)
     if num_test < 1:
@@ -223,8 +226,10 @@ def prepare_text(config: TrainConfig) -> str:
             f"the text has {len(text.content)} bytes, which isn't enough for {TEST_PART} sequences of {context}; "
             f"give a text of at least {TEST_PART * context + 1} bytes"
         )
-    if config.export is not None and Path(config.export).exists():
-        raise ValueError(f"export: {config.export} already exists; give the name of a new folder")
+    if config.export is not None:
+        if Path(config.export).exists():
+            raise ValueError(f"export: {config.export} already exists; give the name of a new folder")
+        check_new_folder(Path(config.export), "the exported model")
     config.check_data_size(text.source, text.num_sequences(context) - num_test, num_test)
     return text.source
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from pretrained import load_hugging_face, read_config
 from programs import Killed
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
@@ -100,6 +102,25 @@ def test_a_folder_appears_when_it_is_whole(tmp_path, monkeypatch):
     save_hugging_face(model, tmp_path / "model", config)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert "half.safetensors" not in os.listdir(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "part, error, message",
+    [
+        # Torch raises a BaseException here, which no `except Exception` of a caller would stop.
+        ((HuggingFaceStorageWriter, "write_data"), CheckpointError, "model: rank 0 couldn't write the model: no space"),
+        ((Path, "write_text"), OSError, "no space left"),
+    ],
+)
+def test_a_failed_export_says_why_and_leaves_nothing(part, error, message, tmp_path, monkeypatch):
+
+    def full(*args, **kwargs) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(*part, full)
+    with pytest.raises(error, match=message):
+        save_hugging_face(Llama(BYTE_LLAMA), tmp_path / "model", config_of_llama(BYTE_LLAMA))
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.tools

@@ -222,6 +222,7 @@ def test_logits_of_transformers(shape):
         (["--model", "llama", "--text", "short.txt"], "5 bytes, which isn't enough for 10 sequences of 128"),
         (["--model", "llama", "--text", "empty.txt"], "0 bytes, which isn't enough for 10 sequences of 128"),
         (["--model", "llama", "--export", "there"], "there already exists"),
+        (["--model", "llama", "--export", "short.txt/model"], "short.txt isn't a writable folder"),
         (["--model", "llama", "--global-batch-size", "100000"], "training sequences don't fill one global batch"),
     ],
 )
