@@ -56,7 +56,7 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 def first_values(file: str | None) -> dict[str, Tensor]:
     """Return the model's full state dict in host memory: the one in `file`, or a newly initialized one."""
     if file:
-        return torch.load(file, mmap=True, weights_only=True)
+        return torch.load(file, mmap=True, map_location="cpu", weights_only=True)
     torch.manual_seed(0)
     return ViT().state_dict()
 

@@ -292,6 +292,17 @@ def test_the_vit_begins_with_a_file(run_script, tmp_path):
     assert list(found.values()) == pytest.approx(train_vit_alone(STEPS, seed=7), abs=1e-5)
 
 
+def test_weights_saved_on_a_gpu_are_read_without_one(tmp_path, monkeypatch):
+    vit = load_script("vit.py")
+    weights = vit.ViT().state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")
+        torch.save(weights, tmp_path / "weights.pt")
+    found = vit.first_values(str(tmp_path / "weights.pt"))
+    assert {value.device.type for value in found.values()} == {"cpu"}
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
 @pytest.mark.gpu
 def test_the_vit_on_a_gpu(run_torchrun, torchrun):
     found = losses(run_torchrun(torchrun, "vit.py", 1, on_gpus=True))
