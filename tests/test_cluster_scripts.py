@@ -8,9 +8,9 @@ import yaml
 from leftovers import PROJECT
 
 SCRIPTS = PROJECT / "notebooks" / "cluster"
-# The time is up at once: srun signals the script, as Slurm would, and its ranks save a checkpoint or don't.
+# The time is up at once: srun signals the script, as Slurm would, and its ranks replace their checkpoint or don't.
 STAND_INS = {
-    "srun": 'kill -USR1 $PPID; sleep 0.3; [ "$SAVES" = no ] || mkdir -p "run/step-$SAVES"; exit 1',
+    "srun": 'kill -USR1 $PPID; sleep 0.3; [ "$SAVES" = no ] || { rm -rf run; mkdir -p "run/$SAVES"; }; exit 1',
     "scancel": "true",
     "scontrol": 'if [ "$1" = requeue ]; then echo "requeued $2"; else echo gpu-0; fi',
 }
@@ -22,10 +22,10 @@ def submit(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
 
-    def run(saves: str) -> tuple[int, str, str]:
+    def run(saves: str, *more: str) -> tuple[int, str, str]:
         variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAVES": saves}
         variables |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "2"}
-        command = ["bash", SCRIPTS / "train.sbatch", "checkpoint.py", "run", "1000"]
+        command = ["bash", SCRIPTS / "train.sbatch", "train.py", "run", "1000", *more]
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout, done.stderr
 
@@ -38,9 +38,20 @@ def test_a_job_that_runs_out_of_time_without_a_checkpoint_is_queued_once_more_on
     assert (status, said) == (1, "") and why.startswith("Not queued again: out of time twice without a new checkpoint")
 
 
-def test_a_job_that_saves_is_queued_each_time(submit):
-    for saves in ("no", "00000020", "no", "00000040"):  # a checkpoint gives the next try its second chance back
+@pytest.mark.parametrize(
+    "names", [("000020", "000040"), ("step-00000020", "step-00000040")], ids=["checkpoint.py", "others"]
+)
+def test_a_job_that_saves_is_queued_each_time(names, submit):
+    for saves in ("no", names[0], "no", names[1]):  # a checkpoint gives the next try its second chance back
         assert submit(saves)[1] == "requeued 7\n"
+
+
+def test_folders_of_data_do_not_hide_a_checkpoint(submit, tmp_path):
+    """Images often lie in a folder per class, whose names are numbers too."""
+    (tmp_path / "images" / "7").mkdir(parents=True)
+    (tmp_path / "test-images" / "7").mkdir(parents=True)
+    for saves in ("no", "000020", "no", "000040"):
+        assert submit(saves, "images", "test-images")[1] == "requeued 7\n"
 
 
 def test_the_job_script_asks_for_a_nodes_memory_and_names_the_network():
