@@ -1,7 +1,8 @@
 """DDP: every rank has the full model and its own share of the batch, and gradients are averaged.
 
 Run it with `torchrun --nproc-per-node 2 ddp.py`. It uses GPUs, or the CPU if there are too few.
-`ddp.py FILE 3` takes 3 steps, then saves the model, the optimizer and the step in FILE, as DDP scripts do.
+`ddp.py FILE 3` takes 3 steps (without the 3, all of them), then saves the model, the optimizer and the step
+in FILE, as DDP scripts do.
 """
 
 import os
@@ -80,9 +81,8 @@ def main(device: torch.device, path: str | None = None, last_step: int = STEPS) 
 
 if __name__ == "__main__":
     chosen = choose_device()
-    if len(sys.argv) == 3:
-        main(chosen, sys.argv[1], int(sys.argv[2]))
-    else:
-        main(chosen)
+    file = sys.argv[1] if len(sys.argv) > 1 else None
+    steps = int(sys.argv[2]) if len(sys.argv) > 2 else STEPS
+    main(chosen, file, steps)
     if chosen.type == "cpu":
         os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

@@ -3,11 +3,15 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from runs import mostly_long
 from take_home_workers import (
     FOLDER,
@@ -20,7 +24,7 @@ from take_home_workers import (
     train_undisturbed,
     train_vit_alone,
 )
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_helpers.config import TrainConfig
@@ -254,6 +258,19 @@ def test_a_ddp_run_goes_on_under_fsdp2(world_size, run_script, tmp_path):
     second = losses(run_script("from_ddp.py", world_size, str(file)))
     assert (list(first), list(second)) == ([0, 1, 2], [3, 4, 5])
     assert first | second == pytest.approx(losses(run_script("ddp.py", 2)), abs=1e-5)  # with Adam's state, or not
+
+
+@pytest.mark.parametrize("words, step", [(["ddp.pt"], STEPS), (["ddp.pt", "1"], 1), ([], None)])
+def test_ddp_saves_in_the_file_that_it_is_given(words, step, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ddp.py", *words])
+    for variable, value in {"LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    alone = partial(dist.init_process_group, store=HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "init_process_group", alone)
+    runpy.run_path(FOLDER / "ddp.py", run_name="__main__")
+    assert [torch.load(path)["step"] for path in tmp_path.iterdir()] == ([step] if step else [])
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module."])
