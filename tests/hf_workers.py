@@ -31,6 +31,7 @@ class Seen:
     saves: list[int] = field(default_factory=list)  # steps
     own_bytes: int = 0  # of parameters and moments at the end
     frozen_kept: bool = True
+    num_rows_tried: int = 0  # in the try that shows whether documents stay apart
     refused: str | None = None
     peak_bytes: int = 0  # of the last step, where it is traced
 
@@ -92,7 +93,7 @@ class Refused(BaseException):
 def watch(script: ModuleType, seen: Seen) -> None:
     """Note what the script asks for, and let it have it."""
     shard, recompute, cross_entropy = script.fully_shard, script.checkpoint, script.F.cross_entropy
-    begin, train = script.Checkpoints.begin, script.train
+    begin, train, are_apart = script.Checkpoints.begin, script.train, script.documents_are_apart
 
     def refuse(message: str, status: int = 2) -> None:
         raise Refused(message)
@@ -110,6 +111,10 @@ def watch(script: ModuleType, seen: Seen) -> None:
         seen.chunks.append(len(logits))
         return cross_entropy(logits, *rest, **settings)
 
+    def note_rows(loss, device, num_rows):
+        seen.num_rows_tried = num_rows
+        return are_apart(loss, device, num_rows)
+
     def note_save(self, loss, optimizer, step):
         seen.saves.append(step)
         return begin(self, loss, optimizer, step)
@@ -125,4 +130,4 @@ def watch(script: ModuleType, seen: Seen) -> None:
 
     script.refuse, script.fully_shard, script.checkpoint = refuse, note_unit, note_recomputed
     script.F = argparse.Namespace(**vars(script.F) | {"cross_entropy": note_chunk})
-    script.Checkpoints.begin, script.train = note_save, look_at_state
+    script.Checkpoints.begin, script.train, script.documents_are_apart = note_save, look_at_state, note_rows

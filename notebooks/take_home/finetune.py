@@ -142,6 +142,12 @@ def read_config(folder: Path) -> dict:
         sys.exit(f"{folder}: head_dim has to be hidden_size / num_attention_heads here, {head_width}")
     if not any(folder.glob("*.safetensors")):
         sys.exit(f"{folder}: no safetensors files")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = json.loads(index.read_text())["weight_map"].values()
+        for path in folder.glob("*.safetensors"):
+            if path.name not in listed:  # torch reads all of them, and one tensor's last copy wins
+                sys.exit(f"{path} isn't in the index, but torch would read it; move it out of the folder")
     if config.get("attention_bias") or config.get("mlp_bias"):
         sys.exit(f"{folder}: its layers have biases, which this script's model lacks; add them")
     config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -338,7 +344,9 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
     run.mkdir(parents=True, exist_ok=True)
     lock = (run / ".lock").open("a")
     if os.environ["RANK"] == "0":
-        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the next line, where the others wait
+        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the group forms, where the others wait
+        for leftover in [*run.glob("unfinished-step-*"), *run.glob("unfinished-removal-of-*")]:
+            shutil.rmtree(leftover, ignore_errors=True)  # left by a killed run, each as large as a checkpoint
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()

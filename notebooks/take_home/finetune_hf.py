@@ -83,8 +83,11 @@ WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5",
 
 
 def refuse(message: str, status: int = 2) -> None:
-    """End the run because of a problem that all ranks find. Rank 0 prints one line, and torchrun stops the others."""
-    if os.environ.get("RANK", "0") == "0":
+    """End the run because of a problem that all ranks of a machine find. The first of them prints one line.
+
+    torchrun stops the others. We don't leave it to rank 0, whose machine may have a file that another one lacks.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -104,7 +107,12 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=float, default=1.0, help="how many times each row is seen (1)")
     add("--steps", type=int, help="number of optimizer steps, instead of --epochs")
     add("--batch", type=int, default=64, help="rows of --length tokens per step, across all ranks (64)")
-    add("--micro-batch", type=int, default=1, help="rows that a rank processes at a time (1)")
+    add(
+        "--micro-batch",
+        type=int,
+        default=1,
+        help="rows that a rank processes at a time (1); flash attention needs 1 for packed rows",
+    )
     add("--length", type=int, help="tokens in a row (4096, or the model's context if that's shorter)")
     add("--lr", type=float, help="the peak learning rate (1e-5; 2e-4 for adapters)")
     add("--warmup", type=int, default=20, help="steps over which the learning rate rises (20)")
@@ -161,7 +169,8 @@ def check_resumed(arguments: argparse.Namespace) -> None:
                 refuse(f"{run} was started with a different model, tokenizer or data; use a new --out for those")
             if name in changed:
                 old, new = changed[name]
-                refuse(f"{run} was started with {name} {old}, not {new}; keep {old}, or use a new --out")
+                cause = " (because of --attention or --micro-batch)" if name == "packed" else ""
+                refuse(f"{run} was started with {name} {old}, not {new}{cause}; keep {old}, or use a new --out")
         for name in OBEYED:
             if name in changed:
                 old, new = changed[name]
@@ -501,9 +510,12 @@ class FileTensor:
 def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
     """Return each tensor's file, dtype and shape, for the files in the folder's index or, without one, for all."""
     index = folder / "model.safetensors.index.json"
-    names = [path.name for path in folder.glob("*.safetensors")]
+    names = {path.name for path in folder.glob("*.safetensors")}
     if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+        if unlisted := ", ".join(sorted(names - listed)):  # torch reads all of them, and one tensor's last copy wins
+            refuse(f"the index of {folder} doesn't list {unlisted}; torch would read it, too, so move {unlisted} out")
+        names = listed
     found = {}
     for number, name in enumerate(sorted(names), start=1):
         with safe_open(folder / name, "pt") as file:
@@ -611,14 +623,18 @@ def load(loss: TokenLoss, folder: Path, names: dict[str, str], device: torch.dev
             setattr(module, name, buffer.to(device))
 
 
-def documents_are_apart(loss: TokenLoss, device: torch.device) -> bool:
-    """Return whether a row's second document gets the same outputs when the first one changes."""
+def documents_are_apart(loss: TokenLoss, device: torch.device, num_rows: int) -> bool:
+    """Return whether a row's second document gets the same outputs when the first one changes.
+
+    We try `num_rows` equal rows at a time, as in training: with flash attention, transformers keeps documents apart
+    only in a single row.
+    """
     num_tokens = loss.model.config.get_text_config().vocab_size
     rows = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]], device=device) % num_tokens
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2, device=device)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * num_rows, device=device)
     loss.eval()
     with torch.no_grad():
-        hidden = [loss(rows[[index]], positions[[index]]) for index in (0, 1)]
+        hidden = [loss(row.repeat(num_rows, 1), positions) for row in rows]
     loss.train()
     loss.reshard()
     answer = torch.tensor(int(torch.equal(hidden[0][:, 3:], hidden[1][:, 3:])))
@@ -879,7 +895,9 @@ def join(run: Path, device: torch.device) -> TextIO:
     """Form the group of ranks, unless another run is using the folder. Return the lock, which all ranks hold."""
     lock = (run / ".lock").open("a")
     if os.environ["RANK"] == "0":
-        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the next line, in which the others wait for rank 0
+        take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the group forms, where the others wait for rank 0
+        for leftover in run.glob("unfinished-removal-of-*"):
+            shutil.rmtree(leftover, ignore_errors=True)  # left by a killed run, each as large as a checkpoint
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     if dist.get_rank() == 0:
         take(lock, run, fcntl.LOCK_SH)
@@ -1049,7 +1067,7 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
     load(loss, arguments.model, names, device, arguments.offload)
     draw_adapters(model, adapted, arguments.seed)
     describe(loss, units, device)
-    arguments.packed = documents_are_apart(loss, device)
+    arguments.packed = documents_are_apart(loss, device, arguments.micro_batch)
     rows = Rows(arguments)
     kind = "packed" if arguments.packed else "padded"
     say(f"{len(rows.learned)} rows to train on, {len(rows.held_out)} held out, {kind}")

@@ -206,6 +206,17 @@ def test_a_killed_export_leaves_nothing_in_the_next_one(alone):
     assert all(parameter.abs().max() < 2 for parameter in tuned.parameters())
 
 
+def test_what_a_killed_run_left_is_removed_at_the_start(alone):
+    """Not only by a save or a removal of the same step, which may never come again."""
+    script, arguments = alone
+    run = Path(arguments[2])
+    for name in ("unfinished-step-00000003", "unfinished-removal-of-step-00000002", "unfinished-mine"):
+        (run / name).mkdir(parents=True)
+        (run / name / "__0_0.distcp").touch()
+    script.main(CPU, *arguments, "1")
+    assert sorted(path.name for path in run.iterdir()) == [".lock", "model", "step-00000001", "unfinished-mine"]
+
+
 def test_a_signal_ends_the_run_after_its_step(alone, monkeypatch, capsys):
     script, arguments = alone
     load_batch = script.load_batch
@@ -298,6 +309,16 @@ def test_a_folder_that_it_cannot_read_is_refused(changes, message, tmp_path):
         (tmp_path / "model.safetensors").touch()
     with pytest.raises(SystemExit, match=message):
         load_script("finetune.py").read_config(tmp_path)
+
+
+def test_a_file_that_the_index_does_not_list_is_refused(alone):
+    """torch's reader would read it too, and take its tensors for the model's."""
+    script, (folder, _, _) = alone
+    script.read_config(Path(folder))
+    listed = next(Path(folder).glob("*.safetensors"))
+    save_file(load_file(listed), Path(folder, "older.safetensors"))
+    with pytest.raises(SystemExit, match="older.safetensors isn't in the index.*; move it out of the folder$"):
+        script.read_config(Path(folder))
 
 
 def test_a_vocabulary_beyond_bytes_needs_its_tokenizer(tmp_path):

@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from hf_workers import CHUNK, STOP, Seen, run_each
 from leftovers import PROJECT
 from programs import has_ended, shares_a_lock, wait_until
 from runs import main_in_process
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from take_home_workers import FOLDER, load_script
 from torch.distributed import HashStore, TCPStore
 from torchrun_jobs import one_agent, torchrun_job, wait_for_output
@@ -274,7 +275,10 @@ def test_settings_that_change_are_obeyed(home, on_two):
     )
 
 
-@pytest.mark.parametrize("name, old, new", [("batch", 4, 8), ("length", 64, 32), ("seed", 0, 1), ("digest", "a", "b")])
+@pytest.mark.parametrize(
+    "name, old, new",
+    [("batch", 4, 8), ("length", 64, 32), ("seed", 0, 1), ("digest", "a", "b"), ("packed", True, False)],
+)
 def test_settings_that_change_are_refused(name, old, new, tmp_path, capsys):
     words = ["llama", "text.txt", "--out", tmp_path, *SETTINGS, "--length", CONTEXT]
     arguments = SCRIPT.read_arguments(list(map(str, words)))
@@ -286,7 +290,8 @@ def test_settings_that_change_are_refused(name, old, new, tmp_path, capsys):
     setattr(arguments, name, new)
     is_data = name == "digest"
     told = "a different model, tokenizer or data" if is_data else f"started with {name} {old}, not {new}"
-    assert told in refused(capsys, SCRIPT.check_resumed, arguments)
+    message = refused(capsys, SCRIPT.check_resumed, arguments)
+    assert told in message and ("--micro-batch" in message) is (name == "packed")
     assert (tmp_path / "settings.json").read_text() == before
 
 
@@ -404,6 +409,32 @@ def test_models_that_do_not_fit(tmp_path, capsys, home):
     assert list(SCRIPT.find_units(model, "LlamaMLP")) == [f"model.layers.{index}.mlp" for index in range(3)]
 
 
+def test_a_file_that_the_index_does_not_list_is_refused(tmp_path, capsys):
+    """torch's reader would read it too, and take its tensors for the model's."""
+    for name in ("model-00001-of-00001.safetensors", "older.safetensors"):
+        save_file({"weight": torch.ones(2)}, tmp_path / name)
+    assert list(SCRIPT.tensors_in_files(tmp_path)) == ["weight"]  # without an index, all count
+    index = {"weight_map": {"weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = refused(capsys, SCRIPT.tensors_in_files, tmp_path)
+    assert "doesn't list older.safetensors" in message and "move older.safetensors out" in message
+    (tmp_path / "older.safetensors").unlink()
+    assert list(SCRIPT.tensors_in_files(tmp_path)) == ["weight"]
+
+
+@pytest.mark.parametrize("local_rank, num_lines", [("0", 1), ("1", 0)])
+def test_each_machine_tells_why_it_ends(local_rank, num_lines, monkeypatch, capsys):
+    """The second of two machines, each with two ranks; only there, something may be missing."""
+    monkeypatch.setenv("RANK", str(2 + int(local_rank)))
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(SCRIPT.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(SCRIPT.signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as ended:
+        SCRIPT.refuse("text.txt isn't a file")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "finetune_hf.py: text.txt isn't a file\n" * num_lines
+
+
 def test_tokenizers_that_lack_something(tmp_path, capsys):
     assert "no tokenizer" in refused(capsys, SCRIPT.read_tokenizer, tmp_path, 64)
     assert SCRIPT.read_tokenizer(tmp_path, 256)("ab").input_ids == [97, 98]  # bytes
@@ -481,11 +512,20 @@ def test_a_model_that_mixes_documents_is_padded():
         def forward(self, tokens, positions):
             return (tokens + positions)[..., None]
 
+    class SeparatesOneRow(Separates):  # as flash attention does
+        def forward(self, tokens, positions):
+            return (super() if len(tokens) == 1 else Mixes()).forward(tokens, positions)
+
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    for kind, answer in ((Mixes, False), (Separates, True)):
+    for kind, answers in ((Mixes, (False, False)), (Separates, (True, True)), (SeparatesOneRow, (True, False))):
         loss = kind()
         loss.model = SimpleNamespace(config=config_of("llama"))
-        assert SCRIPT.documents_are_apart(loss, torch.device("cpu")) is answer
+        found = [SCRIPT.documents_are_apart(loss, torch.device("cpu"), num_rows) for num_rows in (1, 2)]
+        assert tuple(found) == answers, kind
+
+
+def test_the_model_is_tried_with_as_many_rows_as_a_micro_batch(home, on_two):
+    assert (on_two["padded"][0].num_rows_tried, on_two["llama"][0].num_rows_tried) == (2, 1)
 
 
 def test_settings_as_words(capsys, monkeypatch):
@@ -525,6 +565,17 @@ def test_the_lock_is_held_until_the_last_rank_ends(tmp_path, capsys):
     other.close()
 
 
+def test_what_a_killed_removal_left_is_removed_at_the_start(tmp_path, monkeypatch):
+    leftovers = ("unfinished-removal-of-step-00000004", "unfinished-removal-of-model")
+    for name in (*leftovers, "step-00000008", "unfinished-mine"):
+        (tmp_path / name / "sharded").mkdir(parents=True)
+    monkeypatch.setenv("RANK", "0")
+    alone = partial(dist.init_process_group, store=HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "init_process_group", alone)
+    SCRIPT.join(tmp_path, torch.device("cpu")).close()
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "step-00000008", "unfinished-mine"}
+
+
 def hf_job(folder: Path, words: list, num_ranks: int, name: str = "job", **variables):
     program = [FOLDER / "finetune_hf.py"]
     return torchrun_job(one_agent(num_ranks), words, folder, name=name, program=program, **variables)
@@ -538,9 +589,12 @@ def test_a_second_start_is_refused_and_ranks_end_with_torchrun(home, tmp_path):
         assert len(ranks) == 2 and all(map(shares_a_lock, ranks))  # so that it is held until the last one ends
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)  # it holds the lock, and leaves the cores to the second start
+        in_use = tmp_path / "run" / "unfinished-removal-of-step-00000001"
+        in_use.mkdir()
         with hf_job(tmp_path, words, 2, "second") as second:
             assert second.wait() != 0
             assert second.output.count("another run is writing to") == 1
+        assert in_use.exists()  # a start that is refused removes nothing
         for rank in ranks:
             os.kill(rank, signal.SIGCONT)
         job.kill_agent()
