@@ -508,18 +508,21 @@ class FileTensor:
 
 
 def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
-    """Return each tensor's file, dtype and shape, for the files in the folder's index or, without one, for all."""
+    """Return each tensor's file, dtype and shape, for the files in the folder's index or, without one, for all.
+
+    A tensor mustn't be in two files, listed or not: torch reads every file in the folder, and the last one would win.
+    """
     index = folder / "model.safetensors.index.json"
     names = {path.name for path in folder.glob("*.safetensors")}
-    if index.exists():
-        listed = set(json.loads(index.read_text())["weight_map"].values())
-        if unlisted := ", ".join(sorted(names - listed)):  # torch reads all of them, and one tensor's last copy wins
-            refuse(f"the index of {folder} doesn't list {unlisted}; torch would read it, too, so move {unlisted} out")
-        names = listed
+    listed = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else names
     found = {}
-    for number, name in enumerate(sorted(names), start=1):
+    for number, name in enumerate([*sorted(listed), *sorted(names - listed)], start=1):
         with safe_open(folder / name, "pt") as file:
             for key in file.keys():
+                if key in found:
+                    refuse(f"{folder}: {key} is in {name} and in another file; move the one that's wrong out")
+                if name not in listed:
+                    continue
                 tensor = file.get_slice(key)
                 if tensor.get_dtype() not in FILE_DTYPES:
                     refuse(f"{folder / name}: {key} is {tensor.get_dtype()}; this script can't train quantized models")
