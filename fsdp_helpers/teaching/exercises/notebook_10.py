@@ -299,7 +299,7 @@ def _check_directives(told: dict[str, str]) -> None:
         found is not None,
         "#SBATCH --signal: the script's shell has to get a signal before the time limit; use B:NAME@SECONDS",
     )
-    expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s isn't enough; saving takes up to {LEAD_S} s")
+    expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s before the limit is too late; {LEAD_S} s are asked for")
 
 
 # ---------------------------------------------------------------- the script's runs
@@ -365,12 +365,13 @@ def _check_torchruns(done: Done, nodes: tuple[str, ...]) -> None:
             port.isdigit() and 1024 <= int(port) < 65_536,
             f"torchrun --rdzv-endpoint={endpoint}: the port has to be between 1024 and 65535",
         )
+        expect(options.max_restarts > 0, "torchrun restarts no ranks; which option allows it to?")
         expect(
-            options.max_restarts == 0 or torchrun.fresh_store == "1",
+            torchrun.fresh_store == "1",
             f"torchrun --max-restarts={options.max_restarts}: which variable gives each restart its own store?",
         )
         expect(
             torchrun.shutdown_s.isdigit() and int(torchrun.shutdown_s) >= LEAD_S,
-            f"torchrun kills ranks {torchrun.shutdown_s} s after SIGTERM, but saving takes up to {LEAD_S} s; which "
+            f"torchrun kills ranks {torchrun.shutdown_s} s after SIGTERM, but they have {LEAD_S} s to save; which "
             "variable makes it wait longer?",
         )

@@ -131,13 +131,14 @@ WRONG = [
     ([("02:00:00", "1-00:00:00")], "the partition allows at most two hours"),
     ([("#SBATCH --requeue\n", "")], "which option requeues the job"),
     ([("B:USR1@300", "USR1@300")], "the script's shell has to get a signal before the time limit"),
-    ([("B:USR1@300", "B:USR1@60")], "60 s isn't enough; saving takes up to 300 s"),
+    ([("B:USR1@300", "B:USR1@60")], "60 s before the limit is too late; 300 s are asked for"),
     ([("--ntasks-per-node=1", "--ntasks-per-node=4")], "16 torchruns were started; srun should start one on"),
     ([("srun torchrun", "torchrun")], "1 torchruns were started"),
     ([("$((20000 + SLURM_JOB_ID % 10000))", "29500")], "two jobs use the port in gpu-0:29500"),
     ([("$((20000 + SLURM_JOB_ID % 10000))", "$SLURM_JOB_ID")], "the port has to be between 1024 and 65535"),
     ([("$first:", "localhost:")], "the meeting point has to be one of the job's nodes"),
     ([("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "")], "gives each restart its own store"),
+    ([("--max-restarts=3 ", "")], "torchrun restarts no ranks; which option"),
     ([("--nproc-per-node=4", "--nproc-per-node=1")], "torchrun --nproc-per-node is 1; it should be gpu or auto or 4"),
     # torchrun takes the last one, and after a script's name all belongs to the script
     ([("--max-restarts=3", "--nnodes=1 --max-restarts=3")], "torchrun --nnodes is 1; it should be 4 or 4:4"),
@@ -157,11 +158,11 @@ WRONG = [
     ([("--max-restarts=3", "--max-restart=three")], "torchrun doesn't accept its arguments: .*invalid int value"),
     (
         [("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")],
-        "kills ranks 120 s after SIGTERM, but saving takes up to 300 s",
+        "kills ranks 120 s after SIGTERM, but they have 300 s to save",
     ),
     (
         [("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n", "")],
-        "kills ranks 30 s after SIGTERM, but saving takes up to 300 s",
+        "kills ranks 30 s after SIGTERM, but they have 300 s to save",
     ),
     pytest.param(
         [('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM", marks=pytest.mark.long
