@@ -238,10 +238,10 @@ def write_plan(options: argparse.Namespace) -> int:
 
 
 def _complain(status: int, message: str) -> int:
-    from fsdp_helpers.training.torchrun import leave_it_to_rank_0, reports_bad_input
+    from fsdp_helpers.training.torchrun import leave_it_to_the_first, reports_bad_input
 
     if status == BAD_INPUT and not reports_bad_input():
-        leave_it_to_rank_0()
+        leave_it_to_the_first()
         return status
     print(f"fsdp_helpers: {message}", file=sys.stderr)
     return status

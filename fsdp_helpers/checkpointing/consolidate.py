@@ -148,11 +148,14 @@ def _read_layout(path: Path, part: ShardEntry) -> Tensor:
 
 
 def _read_values(path: Path, part: ShardEntry, buffer: memoryview) -> None:
-    """Fill `buffer` from the shard's archive; zipfile verifies the checksum at the end."""
+    """Fill `buffer` from the shard's archive; zipfile verifies the checksum of everything that it reads."""
     with open(path, "rb") as file, zipfile.ZipFile(_Window(file, part.begin, part.length)) as archive:
         (member,) = [found for found in archive.infolist() if found.filename.endswith("/data/0")]
         if member.file_size != len(buffer):
             raise ValueError(f"{member.file_size:,} bytes instead of {len(buffer):,}")
+        for found in archive.infolist():
+            if found is not member:
+                archive.read(found)  # the layout comes from there
         with archive.open(member) as values:
             for begin in range(0, len(buffer), CHUNK_BYTES):
                 chunk = values.read(CHUNK_BYTES)

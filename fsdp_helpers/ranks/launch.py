@@ -47,8 +47,8 @@ def launch(
     CUDA) whose ranks meet through a file in a private folder, so they don't use a port. What it prints is shown here
     line by line; with several ranks, each line names its rank. A rank that waits for the others in a collective gives
     up after `group_timeout_s` seconds (half an hour if it's None), and its error names the ranks that didn't answer. On
-    CUDA, any such limit makes ranks wait for each collective, so that communication no longer overlaps with
-    computation. `progress` may be a `ProgressBar` or a `LiveView` that's already on screen. The "forkserver" start
+    CUDA, that needs PyTorch 2.15, and any such limit makes ranks wait for each collective, so that communication no
+    longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already on screen. The "forkserver" start
     method has a server that loads torch once; with "spawn", every rank loads it.
 
     Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are

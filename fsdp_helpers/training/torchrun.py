@@ -10,7 +10,7 @@ from dataclasses import dataclass
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TELLING = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")  # if one of these is set, the process is meant to be a rank
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-LEAVE_S = 10.0  # after bad input, the other ranks give rank 0 this long to report it
+LEAVE_S = 10.0  # after bad input, the other ranks give the first one on their machine this long to report it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,6 @@ def reports_bad_input() -> bool:
     return "0" in (rank, os.environ.get("LOCAL_RANK")) or not rank.isdecimal()
 
 
-def leave_it_to_rank_0() -> None:
-    """Wait so that rank 0 can report first, because torchrun stops all ranks as soon as one of them exits."""
+def leave_it_to_the_first() -> None:
+    """Wait so that the machine's first rank can report it, because torchrun stops all ranks as soon as one of them exits."""
     time.sleep(LEAVE_S)

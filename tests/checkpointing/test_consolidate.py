@@ -366,6 +366,18 @@ def test_a_single_changed_byte_is_found_out(suffix, checkpoint, tmp_path, capfd)
     check_refused(checkpoint, tmp_path / f"model{suffix}", "__1_0.distcp", capfd)
 
 
+@pytest.mark.parametrize("suffix", READERS)
+def test_a_changed_stride_is_found_out(suffix, tmp_path):
+    """Another order of the values fits as well, so nothing but the checksum of what describes them can tell."""
+    folder = save_by_hand(tmp_path / "run", {"weight": torch.arange(12.0).view(3, 4)})
+    (file,) = folder.glob("*.distcp")
+    four_and_one, one_and_three = b"K\x04K\x01\x86", b"K\x01K\x03\x86"  # as pickle writes these tuples
+    assert file.read_bytes().count(four_and_one) == 1
+    file.write_bytes(file.read_bytes().replace(four_and_one, one_and_three))
+    with pytest.raises(CheckpointError, match="Bad CRC-32"):
+        consolidate(folder, tmp_path / f"model{suffix}")
+
+
 def write_pt(checkpoint: Path, folder: Path) -> Path:
     consolidate(checkpoint, folder / "whole.pt")
     return folder / "whole.pt"

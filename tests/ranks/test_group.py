@@ -54,7 +54,9 @@ def test_a_rank_on_cuda_computes_repeatably_and_leaves_the_host_allocator_alone(
     assert no_group == ["cpu:gloo,cuda:nccl"]
 
 
-def test_a_time_out_on_cuda_has_nccl_raise_instead_of_abort(no_group):
+def test_a_time_out_on_cuda_has_nccl_raise_instead_of_abort(no_group, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
     with group.process_group(0, 2, device="cuda", timeout_s=10.0):
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
 

@@ -299,7 +299,10 @@ def _check_directives(told: dict[str, str]) -> None:
         found is not None,
         "#SBATCH --signal: the script's shell has to get a signal before the time limit; use B:NAME@SECONDS",
     )
-    expect(int(found[2]) >= LEAD_S, f"#SBATCH --signal: {found[2]} s before the limit is too late; {LEAD_S} s are asked for")
+    expect(
+        int(found[2]) >= LEAD_S,
+        f"#SBATCH --signal: {found[2]} s before the limit is too late; {LEAD_S} s are asked for",
+    )
 
 
 # ---------------------------------------------------------------- the script's runs

@@ -302,7 +302,8 @@ WRONG_DATA = (
         title="Ranks disagree in evaluation",
         why=(
             "A BatchNorm layer's running mean and variance are buffers: they aren't sharded, and FSDP doesn't "
-            "synchronize them. (DDP copies rank 0's values to all ranks before each forward pass.) Each rank computes them from its own images, and a checkpoint keeps only one rank's values."
+            "synchronize them. Each rank computes them from its own images, and a checkpoint keeps only one rank's "
+            "values. (DDP copies rank 0's values to all ranks before each forward pass.)"
         ),
         tell="Compare `running_mean` and `running_var` across the ranks.",
         fix=(
