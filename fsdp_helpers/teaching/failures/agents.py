@@ -353,9 +353,10 @@ AGENTS = (
         ),
         tell="The real error comes before this message, in the log of the node that left first.",
         fix=(
-            "Use a new ID for every job, such as `--rdzv-id=$SLURM_JOB_ID`. If nodes start more than ten minutes apart, "
-            "raise the join timeout (`--rdzv-conf=join_timeout=1800`), and read the log of the node that failed first. If you run several "
-            "jobs on one machine, start each with `--standalone` or `--rdzv-endpoint=localhost:0`."
+            "Read the log of the node that failed first. Use a new ID for every job, such as "
+            "`--rdzv-id=$SLURM_JOB_ID`. If nodes start more than ten minutes apart, raise the join timeout "
+            "(`--rdzv-conf=join_timeout=1800`). If you run several jobs on one machine, start each with `--standalone` "
+            "or `--rdzv-endpoint=localhost:0`."
         ),
         messages=("RendezvousClosedError",),
         behavior=(

@@ -195,8 +195,9 @@ CRASHES = (
             "NCCL would hang or mix up the data instead."
         ),
         tell=(
-            "The aborted rank's last line on standard error is *Received data size doesn't match expected size*, which means that two "
-            "ranks are in different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` tells you which collectives."
+            "The aborted rank's last line on standard error is *Received data size doesn't match expected size*, which "
+            "means that two ranks are in different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` tells you which "
+            "collectives."
         ),
         fix="Make the decision together: all-reduce a flag, and skip the step on all ranks or on none.",
         messages=(

@@ -373,9 +373,9 @@ GROUPS = (
         why=(
             "Running a cell twice, or calling a framework's `prepare` on a sharded model, shards a unit again. Or a "
             "loop over `model.modules()` starts with the root, which takes all the parameters. The layers' parameters "
-            "are then already DTensors, so `fully_shard` takes them for tensor-parallel parameters and tries to combine "
-            "their mesh with its own, which is the same mesh. If the mesh has no dimension names, that gives this "
-            "message; if it does, *Cannot concatenate overlapping meshes*."
+            "are then already DTensors, so `fully_shard` takes them for tensor-parallel parameters and tries to "
+            "combine their mesh with its own, which is the same mesh. If the mesh has no dimension names, that gives "
+            "this message; if it does, *Cannot concatenate overlapping meshes*."
         ),
         tell="`isinstance(model, FSDPModule)` is True before your call.",
         fix=(
@@ -406,12 +406,12 @@ GROUPS = (
         title="Clipping or the optimizer combines DTensors on two meshes",
         why=(
             "With FSDP and a second dimension (`tp`, `ep`), some parameters are on a one-dimensional mesh and others "
-            "are on a two-dimensional mesh. Clipping stacks the norms of all gradients, and in older versions, DTensor also "
-            "rejects the optimizers' foreach and fused kernels, which take all parameters in one call."
+            "are on a two-dimensional mesh. Clipping stacks the norms of all gradients, and in older versions, DTensor "
+            "also rejects the optimizers' foreach and fused kernels, which take all parameters in one call."
         ),
         tell=(
-            "`{p.device_mesh for p in model.parameters()}` contains more than one mesh. (If plain tensors are "
-            "mixed in, the message is *got mixed torch.Tensor and DTensor*.)"
+            "`{getattr(p, 'device_mesh', None) for p in model.parameters()}` contains more than one mesh. (If it "
+            "contains None, plain tensors are mixed in, and the message is *got mixed torch.Tensor and DTensor*.)"
         ),
         fix=(
             "Use one parameter group or one optimizer per mesh, or pass `foreach=False, fused=False`. To clip, call "

@@ -317,8 +317,8 @@ LOADERS = (
         ),
         tell="To see the limit, run `ulimit -n` or `python -m fsdp_helpers doctor` inside the job.",
         fix=(
-            "Don't keep batches: copy what you need with `batch.clone()`. Or raise the limit with `ulimit -n 65536`, or "
-            "call `torch.multiprocessing.set_sharing_strategy('file_system')` at the top of the script."
+            "Don't keep batches: copy what you need with `batch.clone()`. Or raise the limit with `ulimit -n 65536`, "
+            "or call `torch.multiprocessing.set_sharing_strategy('file_system')` at the top of the script."
         ),
         messages=("Too many open files",),
         behavior=(

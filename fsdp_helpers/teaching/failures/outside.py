@@ -254,7 +254,8 @@ OUTSIDE = (
         ),
         fix=(
             "Keep the model in fp32 and compute in bf16: "
-            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. If only one layer differs, cast its input: `layer(x.to(layer.weight.dtype))`."
+            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. If only one layer "
+            "differs, cast its input: `layer(x.to(layer.weight.dtype))`."
         ),
         messages=("mat1 and mat2 must have the same dtype, but got Float and BFloat16",),
         behavior=(

@@ -24,7 +24,8 @@ MODULE = "fsdp_helpers.teaching.failures.plain"
 MOST_LINES, MOST_OF_LINE, LINES_OF_ERROR = 5, 260, 3
 RANK = re.compile(r"^\[rank\d\]: ?")
 ERROR = re.compile(
-    r"^(\[rank\d\]: )?(?!\S*ChildFailedError)[A-Za-z_.]*(Error|Exception|Timeout|Unsupported)\b(: |:?$)|^\[rank\d\]:\[E|what\(\):|terminate called"
+    r"^(\[rank\d\]: )?(?!\S*ChildFailedError)[A-Za-z_.]*(Error|Exception|Timeout|Unsupported)\b(: |:?$)"
+    r"|^\[rank\d\]:\[E|what\(\):|terminate called"
 )
 SCRIPTS = {"crash-no-traceback": SCRIPT.replace("@record_or_not", "")}  # these fail before there's a process group
 END_OF_ERROR = (

@@ -54,7 +54,8 @@ def compute_in_fp16(rank: int, world_size: int) -> Numbers:
 
 def compute_in_bf16(rank: int, world_size: int) -> Numbers:
     model = small_model()
-    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=policy)
     return norm_after_backward(model)
 
 
@@ -174,10 +175,10 @@ PRECISION = (
             "In bf16, the same step is finite."
         ),
         fix=(
-            "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, since bf16 has the same range as fp32. If you "
-            "have to use fp16, use `torch.amp.GradScaler` (with FSDP1, `ShardedGradScaler`), which finds an inf in any "
-            "rank's shard, and leave out `autocast`. If you see *Attempting to unscale FP16 gradients*, the trained parameters are in fp16, so "
-            "load them in fp32."
+            "Use `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`, since bf16 has the "
+            "same range as fp32. If you have to use fp16, use `torch.amp.GradScaler` (with FSDP1, "
+            "`ShardedGradScaler`), which finds an inf in any rank's shard, and leave out `autocast`. If you see "
+            "*Attempting to unscale FP16 gradients*, the trained parameters are in fp16, so load them in fp32."
         ),
         numbers=("the loss is NaN or inf after a few steps with fp16, GradScaler or autocast",),
         behavior=(
@@ -223,8 +224,8 @@ PRECISION = (
         tell="`{p.dtype for p in model.parameters() if p.requires_grad}` has two elements.",
         fix=(
             "Call `model.float()` before `fully_shard`, and pass "
-            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` to compute in bf16. Or make the adapters separate units. With QLoRA, set "
-            "`bnb_4bit_quant_storage=torch.bfloat16`."
+            "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` to compute in bf16. Or "
+            "make the adapters separate units. With QLoRA, set `bnb_4bit_quant_storage=torch.bfloat16`."
         ),
         messages=("FSDP expects uniform original parameter dtype but got",),
         behavior=(

@@ -224,8 +224,9 @@ RECIPES = (
         why=(
             "Every rank needs the same seed so that the weights start out equal, but that seed also gives every rank "
             "the same dropout, noise and augmentations. Loader workers get their seeds (torch's, Python's and NumPy's) "
-            "from the rank's torch generator, so they repeat, too. A generator of your own, such as "
-            "`numpy.random.default_rng(0)` in the dataset, is copied into every worker."
+            "from the rank's torch generator, so each rank's workers draw the same numbers as the other ranks' "
+            "workers. A generator of your own, such as `numpy.random.default_rng(0)` in the dataset, is copied into "
+            "every worker, so all workers draw the same numbers."
         ),
         tell="Print `torch.rand(1)` and `numpy.random.rand()` on each rank and in each worker.",
         fix=(

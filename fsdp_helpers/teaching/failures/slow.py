@@ -393,9 +393,9 @@ SLOW = (
         name="slow-grad-strides",
         title="Grad strides do not match bucket view strides",
         why=(
-            "DDP copies each gradient into a bucket, which has its parameter's layout. If a gradient arrives in a "
-            "different layout (after `transpose` or `permute`, in 1 x 1 convolutions, or with `channels_last` images and "
-            "a model in a different layout), that copy is slower, in every step."
+            "DDP copies each gradient into its place in a bucket, which has the parameter's layout. If a gradient "
+            "arrives in a different layout (after `transpose` or `permute`, in 1 x 1 convolutions, or with "
+            "`channels_last` images and a model in a different layout), that copy is slower, in every step."
         ),
         tell="It's only a warning; the results are right. The message shows the parameter's sizes and strides.",
         fix=(

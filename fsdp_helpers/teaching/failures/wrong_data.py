@@ -344,8 +344,8 @@ WRONG_DATA = (
             "hangs, and one rank's loss is added to the other rank's image count."
         ),
         tell=(
-            "A trace shows no mismatch, because the sizes agree. `dist.all_gather_object(orders, names)` shows that the "
-            "ranks' names are in different orders."
+            "A trace shows no mismatch, because the sizes agree. `dist.all_gather_object(orders, names)` shows that "
+            "the ranks' names are in different orders."
         ),
         fix="Reduce the metrics in the same order on every rank, or reduce them all as one tensor.",
         numbers=(

@@ -180,6 +180,7 @@ PRINTED = """
 [rank0]:   File "/home/somebody/train.py", line 3, in <module>
 [rank0]: RuntimeError: Error(s) in loading state_dict for Sequential:
 [rank0]: \tMissing key(s) in state_dict: "0.weight".
+[rank0]: torch._dynamo.exc.Unsupported: Call to `torch._dynamo.disable()`
 [rank1]:[E1123 17:10:15.245069943 socket.cpp:1028] [c10d] The client socket has timed out (127.0.0.1, 40399).
   what():  [enforce fail at /__w/gloo/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 72 vs 18.
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
@@ -195,6 +196,7 @@ def test_a_saved_run_has_what_matters_and_nothing_of_the_machine():
         "errors": [
             "[rank0]: RuntimeError: Error(s) in loading state_dict for Sequential:",
             '[rank0]: \tMissing key(s) in state_dict: "0.weight".',
+            "[rank0]: torch._dynamo.exc.Unsupported: Call to `torch._dynamo.disable()`",
             "[rank1]:[E socket.cpp:1028] [c10d] The client socket has timed out (ADDRESS, PORT).",
             "  what():  [enforce fail at pair.cc:464] op.preamble.length <= op.nbytes. 72 vs 18.",
         ],
@@ -204,3 +206,10 @@ def test_a_saved_run_has_what_matters_and_nothing_of_the_machine():
             "  exitcode  : -6 (pid: PID)  (SIGABRT)",
         ],
     }
+
+
+@pytest.mark.parametrize(
+    "line", ["[rank0]: torch.distributed.elastic.rendezvous.api.RendezvousClosedError", "RuntimeError:"]
+)
+def test_an_error_without_a_message_is_one_too(line):
+    assert list(plain.errors_of([line, "[rank0]: what it says"]))[0] == line
