@@ -163,8 +163,8 @@ def random_state(rank: int) -> dict[str, Tensor]:
 def restore_random_state(saved: Mapping[str, Tensor], rank: int, world_size: int) -> None:
     """Set this rank's random generators to their states in `saved`.
 
-    If a state is missing, because there was another number of ranks or no GPU, the generator starts a stream that no
-    rank has drawn from yet. The seed comes from rank 0's state, so resuming twice draws the same numbers twice.
+    If a state is missing, because the number of ranks was different or there was no GPU, the generator starts a stream
+    that no rank has drawn from yet. The seed comes from rank 0's state, so resuming twice draws the same numbers twice.
     """
     first = saved.get(RANDOM_STATE.format(0))
     if first is not None:

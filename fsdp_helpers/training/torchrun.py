@@ -102,5 +102,5 @@ def reports_bad_input() -> bool:
 
 
 def leave_it_to_the_first() -> None:
-    """Wait so that the machine's first rank can report it, because torchrun stops all ranks as soon as one of them exits."""
+    """Wait so that the machine's first rank can report it, because torchrun stops all ranks as soon as one exits."""
     time.sleep(LEAVE_S)

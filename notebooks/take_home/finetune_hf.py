@@ -85,7 +85,7 @@ WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5",
 def refuse(message: str, status: int = 2) -> None:
     """End the run because of a problem that all ranks of a machine find. The first of them prints one line.
 
-    torchrun stops the others. We don't leave it to rank 0, whose machine may have a file that another one lacks.
+    torchrun then stops the other ranks. It isn't left to rank 0, because a file may be missing on another machine only.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
@@ -520,7 +520,7 @@ def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
         with safe_open(folder / name, "pt") as file:
             for key in file.keys():
                 if key in found:
-                    refuse(f"{folder}: {key} is in {name} and in another file; move the one that's wrong out")
+                    refuse(f"{folder}: {key} is in {name} and in another file; move the wrong one out of the folder")
                 if name not in listed:
                     continue
                 tensor = file.get_slice(key)

@@ -413,7 +413,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path, capsys):
     """torch's reader would read both; which one wins depends on the order of files in the folder."""
     for name in ("model-00001-of-00001.safetensors", "older.safetensors"):
         save_file({"weight": torch.ones(2)}, tmp_path / name)
-    twice = f"{tmp_path}: weight is in older.safetensors and in another file; move"
+    twice = f"{tmp_path}: weight is in older.safetensors and in another file; move the wrong one out of the folder"
     assert twice in refused(capsys, SCRIPT.tensors_in_files, tmp_path)
     index = {"weight_map": {"weight": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -262,7 +262,7 @@ def test_a_bad_environment_is_one_line_on_one_rank(variables, arguments, message
     if variables.get("RANK") == variables.get("LOCAL_RANK") == "0":
         monkeypatch.setenv("RANK", "1")
         assert main_in_process(*command) == 2
-        assert len(capfd.readouterr().err.splitlines()) == 1, "the first rank of another machine"
+        assert len(capfd.readouterr().err.splitlines()) == 1, "one line from the other machine's first rank"
         monkeypatch.setenv("LOCAL_RANK", "1")
         assert main_in_process(*command) == 2
         assert capfd.readouterr().err == ""

@@ -301,7 +301,7 @@ def _check_directives(told: dict[str, str]) -> None:
     )
     expect(
         int(found[2]) >= LEAD_S,
-        f"#SBATCH --signal: {found[2]} s before the limit is too late; {LEAD_S} s are asked for",
+        f"#SBATCH --signal: {found[2]} s before the limit is too late; the ranks need {LEAD_S} s",
     )
 
 

@@ -131,7 +131,7 @@ WRONG = [
     ([("02:00:00", "1-00:00:00")], "the partition allows at most two hours"),
     ([("#SBATCH --requeue\n", "")], "which option requeues the job"),
     ([("B:USR1@300", "USR1@300")], "the script's shell has to get a signal before the time limit"),
-    ([("B:USR1@300", "B:USR1@60")], "60 s before the limit is too late; 300 s are asked for"),
+    ([("B:USR1@300", "B:USR1@60")], "60 s before the limit is too late; the ranks need 300 s"),
     ([("--ntasks-per-node=1", "--ntasks-per-node=4")], "16 torchruns were started; srun should start one on"),
     ([("srun torchrun", "torchrun")], "1 torchruns were started"),
     ([("$((20000 + SLURM_JOB_ID % 10000))", "29500")], "two jobs use the port in gpu-0:29500"),
