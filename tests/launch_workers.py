@@ -262,10 +262,6 @@ def start_forked_child():
     return child
 
 
-def describe_and_leave_processes(rank, world_size):
-    return describe_itself(rank, world_size), start_processes()
-
-
 def leave_processes(rank, world_size, folder, end):
     """Start processes, write their ids and this rank's, and end as `end` says."""
     pids = [os.getpid(), *start_processes()]

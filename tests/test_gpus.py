@@ -21,7 +21,6 @@ def nothing_hidden(monkeypatch):
 
 
 def test_ranks_on_the_cpu_find_no_gpu():
-    """Nor do spawned ones (test_start)."""
     found = launch(workers.return_environment, world_size=2, device="cpu")
     assert [environment[VISIBLE] for environment in found] == [NONE, NONE]
     assert VISIBLE not in os.environ, "the process that launches keeps its own"

@@ -3,11 +3,9 @@
 A worker can't tell whether `launch` or torchrun started it.
 """
 
-import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_helpers.gpus import are_hidden, compute_repeatably
+from fsdp_helpers.heap import keep_freed_memory
 from fsdp_helpers.ranks.errors import list_ranks
 
 # By default, NCCL's `wait()` doesn't wait, and a watchdog later aborts a healthy process (SIGABRT) without naming the
@@ -96,20 +95,6 @@ def nccl_can_raise() -> bool:
     return release >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
 
 
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory instead of returning it to the system after every step.
-
-    Each step allocates the same large buffers again, and fresh ones would have to be cleared page by page. The price is
-    that a process's memory stays at its peak. Half of the settings take effect only when a process starts
-    (`MALLOC_TUNABLES`), so not under torchrun.
-    """
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        m_mxfast, m_trim_threshold, m_mmap_max = 1, -1, -4  # from malloc.h
-        libc.mallopt(m_mxfast, 0)  # merge freed scraps with their neighbors at once, as if there were no tcache
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, -1)
-
-
 def limit_waiting(timeout_s: float) -> None:
     """Set the timeout for all of this rank's current and future groups. By default, a new group gets half an hour."""
     limit = timedelta(seconds=timeout_s)
@@ -157,10 +142,6 @@ def gather_over_ranks(value: object) -> list:
 # a roll call in the store where the group met. Each rank signs in; one that doesn't do so is stopped, stuck, or gone.
 
 
-class SilentRanks(TimeoutError):
-    """Some ranks neither joined a collective nor answered; the message lists their numbers."""
-
-
 def blames_another_rank(message: str) -> bool:
     """Return True if an error with this message came from a collective that some rank didn't join."""
     return any(words in message.lower() for words in BLAME)
@@ -168,7 +149,7 @@ def blames_another_rank(message: str) -> bool:
 
 @contextmanager
 def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
-    """Within the block, a collective that times out raises SilentRanks, which names the ranks that didn't join.
+    """Within the block, a collective that times out raises a TimeoutError that names the ranks that didn't answer.
 
     Every rank of the group has to enter the block. Under torchrun, a rank kills the silent ones on its own machine.
     """
@@ -196,7 +177,7 @@ def silent_ranks_named(timeout_s: float | None) -> Iterator[None]:
                 f"didn't answer within {timeout_s:g} s: stopped, stuck, gone or cut off; check the last output and the "
                 "machine. If a step can take longer, set a larger --timeout"
             )
-        raise SilentRanks(f"{list_ranks(silent)} {said}") from error
+        raise TimeoutError(f"{list_ranks(silent)} {said}") from error
 
 
 def call_the_roll(rank: int, world_size: int, wait_s: float) -> list[int]:

@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fsdp_helpers.config import require_choice, require_seconds, require_whole
+from fsdp_helpers.config import require_seconds, require_whole
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits, shown_by_message
 from fsdp_helpers.progress import ProgressBar, Report, count_ranks, print_above_bar, send_reports_to
@@ -39,7 +39,6 @@ def launch(
     stall_s: float | None = None,
     group_timeout_s: float | None = None,
     progress: bool | ProgressBar = True,
-    start_method: str = "forkserver",
 ) -> list:
     """Run `worker(rank, world_size, *args)` in `world_size` processes and return their results in rank order.
 
@@ -48,8 +47,7 @@ def launch(
     line by line; with several ranks, each line names its rank. A rank that waits for the others in a collective gives
     up after `group_timeout_s` seconds (half an hour if it's None), and its error names the ranks that didn't answer. On
     CUDA, that needs PyTorch 2.15, and any such limit makes ranks wait for each collective, so that communication no
-    longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already on screen. The "forkserver" start
-    method has a server that loads torch once; with "spawn", every rank loads it.
+    longer overlaps with computation. `progress` may be a `ProgressBar` or a `LiveView` that's already on screen.
 
     Raises ValueError before anything starts if the worker can't be imported, an argument can't be sent, or there are
     zero ranks or more ranks than CUDA devices. Raises RankError when a rank fails; RankTimeout after `timeout_s`
@@ -64,7 +62,6 @@ def launch(
         require_whole("world_size", world_size)
         require_seconds(timeout_s=timeout_s, stall_s=stall_s, timeout=group_timeout_s)
         device = choose_device(device, world_size)
-        require_choice("start method", start_method, ("forkserver", "spawn"))
         body = partial(run_worker, pickle_job(worker, args), group_timeout_s)
     bar = ProgressBar() if isinstance(progress, bool) else progress
     output = LaunchOutput(names=world_size > 1)
@@ -75,11 +72,10 @@ def launch(
         elif progress:
             bar.update(report, rank)
 
-    settings = {"on_note": show, "start_method": start_method, "stall_s": stall_s}
     try:
         if progress:
             bar.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")
-        with Processes(body, world_size, device, output.add, streams=2, **settings) as ranks:
+        with Processes(body, world_size, device, output.add, on_note=show, streams=2, stall_s=stall_s) as ranks:
             return ranks.answers_of_all(timeout_s)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; all ranks are stopped") from None

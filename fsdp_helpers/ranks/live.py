@@ -23,6 +23,7 @@ from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
 
 BACK_S = 2.0  # after a failure or Stop, for the other ranks to come back; otherwise the group is restarted
 DRAW_S = 0.1  # between two updates of a cell's output
+MISSED = "didn't take part in a collective that others began"
 KEPT = "The ranks keep their variables."
 GONE = "The ranks were restarted, and their variables are gone."
 
@@ -101,16 +102,12 @@ class Ranks(AbstractContextManager):
         self._ask(chosen, "cell", code, name)
 
     def __getitem__(self, name: str) -> list:
-        """Return a list of this variable's values on all ranks, in rank order.
+        """Return a list of a variable's (or an expression's) values on all ranks, in rank order.
 
         Tensors come back detached and on the CPU. A DTensor comes back as a LocalShard, and a value that can't be sent
-        comes back as its repr. Raises NameError if a rank has no such variable, and the same errors as `run`.
+        comes back as its repr. Raises the same errors as `run`; RankError if a rank has no such variable.
         """
-        answers = self._ask(range(self.world_size), "get", name)
-        if missing := [rank for rank, answer in answers.items() if not answer.value]:
-            with shown_by_message(NameError):
-                raise NameError(f"{name!r} is not defined on {list_ranks(missing)}")
-        return [answers[rank].value[0] for rank in range(self.world_size)]
+        return [answer.value for answer in self._ask(range(self.world_size), "get", name).values()]
 
     def _start(self) -> None:
         """Start new ranks, which join their group before they read messages."""
@@ -149,19 +146,15 @@ class Ranks(AbstractContextManager):
             if not failure.details and (line := self._processes.notes.get(rank)):  # it can't report it anymore
                 failure = Failure(failure.summary, f"It was at {cell} line {line}.")
             return rank, failure
-        return next(((rank, Failure(f"it {no_part_in(count)}")) for rank, count in self._behind().items()), None)
+        return next(((rank, Failure(f"it {MISSED}")) for rank in self._behind()), None)
 
-    def _behind(self) -> dict[int, int]:
-        """Return the ranks that are behind others in their group, and by how many collectives; {} if none are."""
+    def _behind(self) -> list[int]:
+        """Return the ranks that have taken part in fewer collectives than others in their group."""
         self._counts |= {rank: answer.collectives for rank, answer in self._processes.answers.items() if answer.number}
         most: Counter = Counter()
         for counts in self._counts.values():
             most |= counts  # the higher count of each group
-        behind = {
-            rank: max((most[group] - count for group, count in counts.items()), default=0)
-            for rank, counts in sorted(self._counts.items())
-        }
-        return {rank: count for rank, count in behind.items() if count}
+        return [rank for rank, counts in sorted(self._counts.items()) if any(most[of] > counts[of] for of in counts)]
 
     @interrupts_wait()
     def _settle(self, chosen: Sequence[int], at_fault: int | None = None, details: str = "") -> list[str]:
@@ -186,7 +179,7 @@ class Ranks(AbstractContextManager):
             elif failure := answers[rank].failure:
                 where = "failed in the same way" if failure.details == details else f"failed too: {failure.details}"
             else:
-                where = "had finished the cell" + (f", and {no_part_in(behind[rank])}" if rank in behind else "")
+                where = "had finished the cell" + (f", and {MISSED}" if rank in behind else "")
             if rank != at_fault:
                 lines.append(f"rank {rank} {where}")
         broken = any(answer.failure and blames_another_rank(answer.failure.summary) for answer in answers.values())
@@ -195,10 +188,6 @@ class Ranks(AbstractContextManager):
             processes.end()
             self._start()
         return [*lines, KEPT if kept else GONE]
-
-
-def no_part_in(count: int) -> str:
-    return f"didn't take part in {'a collective' if count == 1 else f'{count} collectives'} that others began"
 
 
 _all: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()  # in the order in which they were opened

@@ -47,7 +47,6 @@ class Processes(AbstractContextManager):
         *,
         on_note: Callable[[Any, int], None] | None = None,
         streams: int = 1,
-        start_method: str = "forkserver",
         stall_s: float | None = None,
     ) -> None:
         self.world_size, self.on_output, self.on_note, self.stall_s = world_size, on_output, on_note, stall_s
@@ -66,8 +65,8 @@ class Processes(AbstractContextManager):
         environment = dict(os.environ)  # as it is now: while ranks are started, it has variables for the server
         arguments = body, world_size, device, self.folder.name, environment, theirs
         try:
-            with server.interrupts_wait(), server.ready_to_start(start_method):
-                started = start_processes(run_rank, arguments, world_size, join=False, start_method=start_method)
+            with server.interrupts_wait(), server.running():
+                started = start_processes(run_rank, arguments, world_size, join=False, start_method="forkserver")
                 self._processes = started.processes
         except BaseException:
             self.end()

@@ -50,7 +50,7 @@ def test_errors_of_both_libraries_are_known(words, monkeypatch):
     monkeypatch.setattr(group, "call_the_roll", lambda rank, world_size, wait_s: [1])
     monkeypatch.setattr(group.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(group.dist, "get_world_size", lambda: 2)
-    with pytest.raises(group.SilentRanks, match="rank 1 stopped answering"), group.silent_ranks_named(4.0):
+    with pytest.raises(TimeoutError, match="rank 1 stopped answering"), group.silent_ranks_named(4.0):
         raise RuntimeError(words)
 
 
@@ -61,7 +61,7 @@ def test_a_connection_that_breaks_at_once_is_no_time_out(waited_s, said, monkeyp
     monkeypatch.setattr(group, "call_the_roll", lambda rank, world_size, wait_s: [1])
     monkeypatch.setattr(group.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(group.dist, "get_world_size", lambda: 2)
-    with pytest.raises(group.SilentRanks, match=f"rank 1 {said}"), group.silent_ranks_named(4.0):
+    with pytest.raises(TimeoutError, match=f"rank 1 {said}"), group.silent_ranks_named(4.0):
         clock[0] += waited_s
         raise RuntimeError("gloo: Connection closed by peer")
 
@@ -76,7 +76,7 @@ def test_under_torchrun_a_silent_rank_of_the_same_machine_is_killed_at_once(monk
     monkeypatch.setattr(group.dist, "get_world_size", lambda: 3)
     heeds_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(group.SilentRanks, match="ranks 1, 2 stopped answering"), group.silent_ranks_named(4.0):
+        with pytest.raises(TimeoutError, match="ranks 1, 2 stopped answering"), group.silent_ranks_named(4.0):
             raise RuntimeError("gloo: Connection closed by peer")
         assert here.wait(timeout=20) == -signal.SIGKILL
         assert elsewhere.poll() is None  # its number may be another process's here

@@ -1,4 +1,4 @@
-"""How ranks are started: forked or spawned, with and without a main guard, where interrupts are ignored."""
+"""How ranks are started: with and without a main guard, where interrupts are ignored."""
 
 import ast
 import importlib
@@ -6,34 +6,14 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 
-import launch_workers as workers
 import pytest
 from leftovers import PROJECT
 from programs import has_ended, running, running_python, wait_until
-from runs import mostly_long
 
-from fsdp_helpers.gpus import NONE
-from fsdp_helpers.ranks.launch import RankError, launch
+from fsdp_helpers.ranks.launch import RankError
 from fsdp_helpers.ranks.processes import Processes
 from fsdp_helpers.ranks.server import NO_MAIN_GUARD
-
-
-@pytest.mark.parametrize("name", ["fork", "thread", 3])
-def test_other_start_methods_are_refused(name):
-    with pytest.raises(ValueError, match=f"unknown start method {name!r}; choose one of forkserver, spawn"):
-        launch(workers.return_rank, world_size=1, start_method=name)
-
-
-def test_spawned_ranks_keep_every_promise():
-    """Results, talk, settings, no GPU in sight, and nothing left of what they start."""
-    found = launch(workers.describe_and_leave_processes, world_size=2, device="cpu", start_method="spawn")
-    assert [rank["rank"] for rank, _ in found] == [(0, 2), (1, 2)]
-    assert [rank["sum"] for rank, _ in found] == [3.0, 3.0]  # 1 + 2
-    assert [rank["visible_gpus"] for rank, _ in found] == [NONE, NONE]
-    assert not [pid for _, pids in found for pid in pids if Path("/proc", str(pid)).exists()]
-
 
 EARLY = """
 import pathlib, sys, types
@@ -63,14 +43,13 @@ from fsdp_helpers.ranks.launch import launch
 from launch_workers import load_torch_alone, return_rank
 
 load_torch_alone()
-print(launch(return_rank, world_size=2, device="cpu", start_method={start_method!r}))
+print(launch(return_rank, world_size=2, device="cpu"))
 """
 
 
-@pytest.mark.parametrize("start_method", mostly_long(["forkserver", "spawn"]))
-def test_a_script_without_a_main_guard_hears_it_once(start_method, tmp_path):
+def test_a_script_without_a_main_guard_hears_it_once(tmp_path):
     script = tmp_path / "my_script.py"
-    script.write_text(UNGUARDED.format(start_method=start_method))
+    script.write_text(UNGUARDED)
     with running([sys.executable, str(script)]) as process:
         output, errors = process.communicate(timeout=240)
     assert process.returncode == 1 and output == ""

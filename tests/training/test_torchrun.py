@@ -130,7 +130,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(stopped, variables, tm
         assert job.wait() == 1
         assert time.monotonic() - stopped_s < 30  # 8 s and the end itself; torchrun would add 30 s
     assert f"rank {1 - stopped} of 2 failed: " in job.output
-    assert f"SilentRanks: rank {stopped} didn't answer within 8 s" in job.output
+    assert f"TimeoutError: rank {stopped} didn't answer within 8 s" in job.output
 
 
 # ---------------------------------------------------------------- a machine is lost
@@ -218,7 +218,7 @@ def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
     """It does not wait for one that cannot come back; the next job goes on from the checkpoint."""
     status, output = lose_a_machine(tmp_path, holds_store=True)
     assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
-    said = r"SilentRanks: rank \d (stopped answering|didn't answer within).*; check the last output and the machine"
+    said = r"TimeoutError: rank \d (stopped answering|didn't answer within).*; check the last output and the machine"
     assert re.search(said, output), output
 
 
