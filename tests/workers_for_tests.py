@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
 from fsdp_helpers.checkpointing import checkpoint, resume
+from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import source
 from fsdp_helpers.data.source import prepare_data
@@ -31,7 +32,7 @@ from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.measuring.offload_copies import trace_copies
 from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.models.shapes import BYTE_LLAMA
+from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama
 from fsdp_helpers.ranks.errors import describe_error
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
 from fsdp_helpers.sharding.gradients import hold_back_reduction
@@ -222,6 +223,11 @@ def load_llama(rank, world_size, folder):
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     differing = [name for name, value in plain.state_dict().items() if not torch.equal(whole[name], value)]
     return differing, sum(parameter.to_local().numel() for parameter in model.parameters())
+
+
+def export_in_vain(rank, world_size, folder):
+    """This rank's error from an export that rank 0 can't begin."""
+    return message_of(lambda: save_hugging_face(Llama(BYTE_LLAMA), folder, config_of_llama(BYTE_LLAMA)))
 
 
 def run_failure(rank, world_size, name, way):

@@ -6,6 +6,7 @@ torch's own writer does the work. Each rank writes only its own rows.
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -32,31 +33,50 @@ def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
 def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict, *, num_files: int = 3) -> None:
     """Write the model to a new folder; every rank writes its shards, which are then joined into full tensors.
 
-    The folder has a temporary name until it's complete. Raises CheckpointError if `folder` already exists, or if the
-    model can't be written; in that case, nothing is left behind.
+    The folder has a temporary name until it's complete. Raises CheckpointError on every rank if `folder` already exists
+    or any rank can't write; in that case, nothing is left behind.
     """
     folder = Path(folder).absolute()
     unfinished = folder.with_name(f".{folder.name}-unfinished")
-    if any(gather_over_ranks(folder.exists())):
-        raise CheckpointError(f"{folder} already exists; give the name of a new folder")
-    if this_rank() == 0:
+    _raise_on_every_rank(f"{folder} already exists; give the name of a new folder" if folder.exists() else "")
+
+    def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
         unfinished.mkdir(parents=True)
-    gather_over_ranks(None)  # no rank writes until the folder exists
+
+    def finish() -> None:
+        shutil.rmtree(unfinished / SHARDED)
+        (unfinished / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        unfinished.rename(folder)
+
     tensors = tensors_in_files(model)
     file_of = {name: 1 + number * num_files // len(tensors) for number, name in enumerate(tensors)}
     writer = HuggingFaceStorageWriter(
         str(unfinished), fqn_to_index_mapping=file_of, save_distributed=True, enable_consolidation=True
     )
     try:
+        _on_rank_0(begin, folder)  # no rank writes until the folder exists
         with failures_named(folder, "write the model"), ignore_single_process_warnings():
             dcp.save(tensors, storage_writer=writer)
-        if this_rank() == 0:
-            shutil.rmtree(unfinished / SHARDED)
-            (unfinished / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-            unfinished.rename(folder)
-    except (OSError, CheckpointError):
+        _on_rank_0(finish, folder)  # no rank continues until the folder has its final name
+    except CheckpointError:
         if this_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)  # makes room in case the disk is full
         raise
-    gather_over_ranks(None)  # no rank continues until the folder has its final name
+
+
+def _on_rank_0(act: Callable[[], None], folder: Path) -> None:
+    """Let rank 0 act while the others wait. Raises CheckpointError on every rank if it can't."""
+    problem = ""
+    if this_rank() == 0:
+        try:
+            act()
+        except OSError as error:
+            problem = f"{folder}: rank 0 couldn't write the model: {error}"
+    _raise_on_every_rank(problem)
+
+
+def _raise_on_every_rank(problem: str) -> None:
+    """Raise CheckpointError on every rank if any rank has a problem, so that no rank waits for one that gave up."""
+    if found := next(filter(None, gather_over_ranks(problem)), ""):
+        raise CheckpointError(found)
