@@ -329,9 +329,8 @@ GROUPS = (
             "receives too much. NCCL may not report anything: the numbers come back mixed up, or the call hangs."
         ),
         fix=(
-            "All-gather the lengths, pad the tensors to the longest, all-gather them, and truncate. "
-            "`accelerator.pad_across_processes` and `gather_for_metrics` do this for you. For Python objects of any "
-            "size, use `dist.all_gather_object`."
+            "All-gather the lengths, pad the tensors to the longest, all-gather them, and truncate. In Accelerate, "
+            "`pad_across_processes` does the padding. For Python objects of any size, use `dist.all_gather_object`."
         ),
         messages=("Received data size doesn't match expected size",),
         behavior=(

@@ -46,14 +46,17 @@ BAND = f"planned: full overlap to no overlap at {100 * TYPICAL_RANGE:.0f}% lower
 HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
-def plot_step_losses(runs: Mapping[str, Sequence[float]]) -> tuple[Figure, Axes]:
-    """Plot each step's training loss, one line per run. If runs coincide, thin dashed lines cover thick pale ones."""
+def plot_step_losses(runs: Mapping[str, Sequence[float]], first: int = 1) -> tuple[Figure, Axes]:
+    """Plot each step's training loss, one line per run; the first step has the number `first`.
+
+    If runs coincide, thin dashed lines cover thick pale ones.
+    """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
         for depth, ((name, losses), pattern) in enumerate(zip(runs.items(), cycle(LINE_PATTERNS), strict=False)):
             above = len(runs) - 1 - depth
             look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.6 if depth == 0 and above else 1}
-            ax.plot(range(1, len(losses) + 1), losses, label=name, **look)
+            ax.plot(range(first, first + len(losses)), losses, label=name, **look)
         ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title=same_losses(list(runs.values())))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # no ticks at fractions of a step
         ax.legend(handlelength=5)

@@ -121,10 +121,10 @@ ORDER, GATHERS = ["F0", "F1", "B0", "B1"], ["gather 0", "gather 1", "compute 0"]
 CASES = {
     "losses": Case(
         plots.plot_step_losses,
-        ({"ddp": [2.3, 2.0, 1.8], "fsdp": [2.3, 2.0, 1.8]},),
+        ({"ddp": [2.3, 2.0, 1.8], "fsdp": [2.3, 2.0, 1.8]}, 0),
         (
             "Same losses, bitwise equal; loss over the global batch (nats) against step",
-            "ddp: 2.3 at 1, 2 at 2, 1.8 at 3.",
+            "ddp: 2.3 at 0, 2 at 1, 1.8 at 2.",
         ),
     ),
     "digits": Case(
