@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from fsdp_helpers import progress
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.gpus import VISIBLE
 from fsdp_helpers.ranks import server
 from fsdp_helpers.ranks.group import rank_device
 
@@ -56,7 +55,6 @@ def describe_itself(rank, world_size):
         "sum": total.item(),
         "variables": [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")],
         "backend": dist.get_backend(),
-        "visible_gpus": os.environ.get(VISIBLE),
         "num_threads": torch.get_num_threads(),
         "num_frozen": gc.get_freeze_count(),
     }

@@ -23,7 +23,7 @@ FLOORS = (
     {"sharding", "checkpointing"},
     {"ranks", "planning"},
     {"models", "data"},
-    {"config", "records", "quantities", "gpus", "heap", "notebook", "progress"},  # what all rooms share
+    {"config", "records", "quantities", "gpus", "notebook", "progress"},  # what all rooms share
 )
 WITHOUT_TORCH = ("planning", "config", "records", "quantities", "models.shapes")
 

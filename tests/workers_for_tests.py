@@ -3,6 +3,7 @@
 import gc
 import importlib
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -225,9 +226,11 @@ def load_llama(rank, world_size, folder):
     return differing, sum(parameter.to_local().numel() for parameter in model.parameters())
 
 
-def export_in_vain(rank, world_size, folder):
-    """This rank's error from an export that rank 0 can't begin."""
-    return message_of(lambda: save_hugging_face(Llama(BYTE_LLAMA), folder, config_of_llama(BYTE_LLAMA)))
+def export_in_vain(rank, world_size, folder, method):
+    """This rank's error from an export in which a method of rank 0's paths fails."""
+    failing = patch.object(Path, method, side_effect=OSError("no space left")) if rank == 0 else nullcontext()
+    with failing:
+        return message_of(lambda: save_hugging_face(Llama(BYTE_LLAMA), folder, config_of_llama(BYTE_LLAMA)))
 
 
 def run_failure(rank, world_size, name, way):

@@ -39,6 +39,7 @@ def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict,
     folder = Path(folder).absolute()
     unfinished = folder.with_name(f".{folder.name}-unfinished")
     _raise_on_every_rank(f"{folder} already exists; give the name of a new folder" if folder.exists() else "")
+    description = json.dumps(config, indent=1) + "\n"  # on every rank, or all others would wait for rank 0's error
 
     def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)  # left there by a killed process
@@ -46,7 +47,7 @@ def save_hugging_face(model: nn.Module, folder: str | os.PathLike, config: dict,
 
     def finish() -> None:
         shutil.rmtree(unfinished / SHARDED)
-        (unfinished / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        (unfinished / CONFIG).write_text(description)
         unfinished.rename(folder)
 
     tensors = tensors_in_files(model)

@@ -72,7 +72,7 @@ class Cells:
         value = failure = None
         try:
             signal.signal(INTERRUPT, signal.default_int_handler)  # it raises KeyboardInterrupt
-            value = self._run(*content) if kind == "cell" else portable(eval(*content, self.names))
+            value = self._run(*content) if kind == "cell" else self._look_up(*content)
             signal.signal(INTERRUPT, signal.SIG_IGN)
         except BaseException as error:
             signal.signal(INTERRUPT, signal.SIG_IGN)
@@ -80,6 +80,10 @@ class Cells:
             failure = Failure(*(without_addresses(said.replace(here, "")) for said in describe_error(error, _is_shown)))
         flush()
         return Answer(number, value, failure, self._count_collectives())
+
+    def _look_up(self, name: str) -> list:
+        """Return a list that contains only the variable's value; an empty list if no variable has this name."""
+        return [portable(self.names[name])] if name in self.names else []
 
     def _run(self, text: str, file: str) -> str | None:
         """Run a cell; return the value of its last line as text, the way a notebook shows it."""

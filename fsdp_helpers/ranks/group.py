@@ -3,9 +3,11 @@
 A worker can't tell whether `launch` or torchrun started it.
 """
 
+import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_helpers.gpus import are_hidden, compute_repeatably
-from fsdp_helpers.heap import keep_freed_memory
 from fsdp_helpers.ranks.errors import list_ranks
 
 # By default, NCCL's `wait()` doesn't wait, and a watchdog later aborts a healthy process (SIGABRT) without naming the
@@ -93,6 +94,20 @@ def nccl_can_raise() -> bool:
     """
     release = tuple(map(int, torch.__version__.split(".")[:2]))
     return release >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory instead of returning it to the system after every step.
+
+    Each step allocates the same large buffers again, and fresh ones would have to be cleared page by page. The price is
+    that a process's memory stays at its peak. Half of the settings take effect only when a process starts
+    (`MALLOC_TUNABLES`), so not under torchrun.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        m_mxfast, m_trim_threshold, m_mmap_max = 1, -1, -4  # from malloc.h
+        libc.mallopt(m_mxfast, 0)  # merge freed scraps with their neighbors at once, as if there were no tcache
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, -1)
 
 
 def limit_waiting(timeout_s: float) -> None:

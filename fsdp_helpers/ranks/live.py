@@ -102,12 +102,16 @@ class Ranks(AbstractContextManager):
         self._ask(chosen, "cell", code, name)
 
     def __getitem__(self, name: str) -> list:
-        """Return a list of a variable's (or an expression's) values on all ranks, in rank order.
+        """Return a list of this variable's values on all ranks, in rank order.
 
         Tensors come back detached and on the CPU. A DTensor comes back as a LocalShard, and a value that can't be sent
-        comes back as its repr. Raises the same errors as `run`; RankError if a rank has no such variable.
+        comes back as its repr. Raises NameError if a rank has no such variable, and the same errors as `run`.
         """
-        return [answer.value for answer in self._ask(range(self.world_size), "get", name).values()]
+        answers = self._ask(range(self.world_size), "get", name)
+        if missing := [rank for rank, answer in answers.items() if not answer.value]:
+            with shown_by_message(NameError):
+                raise NameError(f"{name!r} is not defined on {list_ranks(missing)}")
+        return [answers[rank].value[0] for rank in range(self.world_size)]
 
     def _start(self) -> None:
         """Start new ranks, which join their group before they read messages."""

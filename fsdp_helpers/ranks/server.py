@@ -23,8 +23,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-from fsdp_helpers import heap
-
 NO_MAIN_GUARD = 113  # exit status of a rank that reached `launch` again while importing the script
 PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
     "fsdp_helpers.ranks.server",  # comes first, so that the server ends with its parent even while it loads torch
@@ -36,6 +34,10 @@ PRELOADED = [  # `torch` and `torch.distributed.fsdp` bring most of the rest
     "filelock",
     "psutil",
 ]
+# glibc reads these settings when a process starts; `keep_freed_memory` has the other half. All threads share one heap:
+# gloo's would otherwise get separate heaps, of at most 64 MB each. There's no per-thread cache of small blocks: a
+# scrap that's cut off an aligned buffer would stay there, and leave a gap slightly too small for the same buffer.
+MALLOC_TUNABLES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
 FOLDERS = "FSDP_HELPERS_FOLDERS"  # holds the pattern of the folders to remove; set only in the server's environment
 FOLDER = "fsdp_helpers-{}-"  # how the names of a process's private folders begin; its id goes in the braces
@@ -50,13 +52,14 @@ is_rank = False  # `run_rank` sets it
 
 @contextmanager
 def running() -> Iterator[None]:
-    """Within the block, the server is running, and ranks can be started.
+    """Within the block, the server is running, and the environment has what it needs, so ranks can be started.
 
     The server and the ranks block interrupts for good, because Jupyter interrupts a kernel's whole process group.
     """
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     folders = f"{glob.escape(tempfile.gettempdir())}/{FOLDER.format(os.getpid())}*"
-    variables = {"PYTHONPATH": path, FOLDERS: folders, **heap.tunables()}
+    tunables = ":".join(filter(None, [MALLOC_TUNABLES, os.environ.get("GLIBC_TUNABLES")]))
+    variables = {"PYTHONPATH": path, FOLDERS: folders, "GLIBC_TUNABLES": tunables}
     resource_tracker.ensure_running()  # comes first, because starting it unblocks interrupts
     signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with start_lock:

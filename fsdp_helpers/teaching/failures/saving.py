@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
@@ -130,9 +129,8 @@ def ask_for_saved_moments(rank: int, world_size: int) -> Numbers:
             if f"optimizer.state.{name}.step" not in index:
                 del state["optimizer"]["state"][name]
         dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(model, state["model"])
-        may_lack_moments = StateDictOptions(strict=False)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=may_lack_moments)
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **states, options=StateDictOptions(strict=False))
         return {"parameters with moments": float(len(optimizer.state))}
 
 
@@ -339,9 +337,8 @@ SAVING = (
             "checkpoint."
         ),
         fix=(
-            "Save and load with the same `get_state_dict(model, optimizer)`, remove any moments that aren't in the "
-            "checkpoint from the dictionary, and pass `strict=False` for the optimizer alone, so that a missing "
-            "weight still raises an error."
+            "Save and load with the same `get_state_dict(model, optimizer)`, and remove from the dictionary any "
+            "entries that aren't in the checkpoint."
         ),
         messages=("Missing key in checkpoint state_dict",),
         behavior=(
