@@ -37,7 +37,7 @@ def load_ipython_extension(shell: Any) -> None:
 
     It also starts the server that ranks are forked from, so that the server loads torch while the notebook does.
     """
-    importlib.import_module(f"{__name__}.ranks.server").start_server()
+    importlib.import_module(f"{__name__}.ranks.server").ensure_running()
     shell.register_magic_function(_run_on_ranks, magic_kind="cell", magic_name="ranks")
 
 

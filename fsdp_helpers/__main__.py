@@ -14,7 +14,7 @@ from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_command
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes
-from fsdp_helpers.ranks.server import start_server
+from fsdp_helpers.ranks import server
 from fsdp_helpers.training.torchrun import end_with_agent, read_place, started_as_rank
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := _wrong_place(options):  # checked on every rank, at every restart, before torch is loaded
         return _complain(BAD_INPUT, problem)
     if options.command in ("train", "compare") and not started_as_rank():
-        start_server()
+        server.ensure_running()
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.data.source import DataError
     from fsdp_helpers.progress import in_lines

@@ -62,10 +62,10 @@ class Processes(AbstractContextManager):
         ours, theirs = ([[pipe[side] for pipe in own] for own in pipes] for side in (0, 1))
         self._links = [link for link, *_ in ours]
         self._outputs = {end: (rank, i) for rank, (_, *ends) in enumerate(ours) for i, end in enumerate(ends)}
-        environment = dict(os.environ)  # as it is now: while ranks are started, it has variables for the server
-        arguments = body, world_size, device, self.folder.name, environment, theirs
+        arguments = body, world_size, device, self.folder.name, dict(os.environ), theirs
         try:
-            with server.interrupts_wait(), server.running():
+            with server.interrupts_wait(), server.start_lock:
+                server.ensure_running()
                 started = start_processes(run_rank, arguments, world_size, join=False, start_method="forkserver")
                 self._processes = started.processes
         except BaseException:

@@ -50,9 +50,8 @@ is_rank = False  # `run_rank` sets it
 # ---------------------------------------------------------------- in the process that launches
 
 
-@contextmanager
-def running() -> Iterator[None]:
-    """Within the block, the server is running, and the environment has what it needs, so ranks can be started.
+def ensure_running() -> None:
+    """Start the server unless it's running. Called early, it loads torch while the notebook or the command does.
 
     The server and the ranks block interrupts for good, because Jupyter interrupts a kernel's whole process group.
     """
@@ -69,18 +68,11 @@ def running() -> Iterator[None]:
             _tidy_up_on_sigterm()
             multiprocessing.set_forkserver_preload(PRELOADED)
             forkserver.ensure_running()
-            yield
         finally:
             for name in variables:
                 del os.environ[name]
             os.environ.update(before)
             signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
-
-
-def start_server() -> None:
-    """Start the server now, so that it loads torch while this process does; otherwise, the first ranks start it."""
-    with running():
-        pass
 
 
 def _tidy_up_on_sigterm() -> None:
