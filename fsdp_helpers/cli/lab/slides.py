@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from html import escape
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import nbformat
@@ -27,7 +27,7 @@ REVEAL = Path(__file__).resolve().parent / "reveal"
 CODE_HEIGHT, CODE_WIDTH, TABLE_HEIGHT = 570, 1_160, 560  # in pixels: the room below the heading on a 1,280 x 720 slide
 MIN_CODE_PX, MAX_CODE_PX = 18, 24  # readable from the back row
 LINE, CHARACTER = 1.25, 0.61  # height of a line and width of a character, relative to the font size
-ROW_PX, ROW_CHARACTERS = 38, 68  # the height of a one-line table row, and how many characters fit in it
+ROW_PX, ROW_CHARACTERS = 38, 68  # the height of a one-line table row, and how many characters fit in all of its cells
 START = "Reveal.initialize({width: 1280, height: 720, margin: 0, center: false, hash: true, slideNumber: 'c/t', transition: 'none'});"
 CLOCKED = re.compile(r"^.* ranks? on \w+: ended after .*$\n?", re.MULTILINE)
 Body = tuple[str, str]  # a kind, which is a class in the style sheet, and HTML
@@ -101,8 +101,18 @@ def printed_by(output: nbformat.NotebookNode) -> str:
 def of_table(table: str, title: str = "") -> Iterator[Body]:
     """Yield a table in parts that fit on a slide, each with the table's header row."""
     names, line, *rows = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", table).strip().splitlines()
-    for part in in_parts(rows, TABLE_HEIGHT - ROW_PX, lambda row: ROW_PX * (0.4 + 0.6 * wrapped(row, ROW_CHARACTERS))):
+    longest = [max(map(len, column)) for column in zip(*map(cells_of, [names, *rows]), strict=False)]
+    widths = [max(1, ROW_CHARACTERS * length // sum(longest)) for length in longest]  # as a browser shares the room
+
+    def height_of(row: str) -> float:
+        return ROW_PX * (0.4 + 0.6 * max(map(wrapped, cells_of(row), widths)))
+
+    for part in in_parts(rows, TABLE_HEIGHT - height_of(names), height_of):
         yield "table", pages.markdown_body("\n".join([*([title, ""] if title else []), names, line, *part]))
+
+
+def cells_of(row: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))]
 
 
 def of_listing(code: str, lexer: PythonLexer | DiffLexer, printed: str = "") -> Iterator[Body]:
@@ -139,15 +149,15 @@ def wrapped(text: str, per_line: int) -> int:
 
 
 def in_parts(lines: list[str], room_px: float, height_of: Callable[[str], float]) -> Iterator[list[str]]:
-    """Yield the lines in groups that are at most `room_px` high and as equal as possible."""
-    total = sum(map(height_of, lines))
-    num_parts = max(1, math.ceil(total / room_px)) if lines else 0
-    done, numbered = 0.0, []
-    for line in lines:
-        numbered.append((min(int(done / (total / num_parts)), num_parts - 1), line))
-        done += height_of(line)
-    for _, part in groupby(numbered, key=lambda pair: pair[0]):
-        yield [line for _, line in part]
+    """Yield the lines in groups that are at most `room_px` high and as equal as possible; a line is never divided."""
+    heights = list(map(height_of, lines))
+    before = list(accumulate(heights, initial=0.0))
+    for num_parts in range(1, len(lines) + 1):
+        starts = [int(num_parts * before[number] / before[-1]) for number in range(len(lines))]
+        parts = [list(part) for _, part in groupby(range(len(lines)), key=starts.__getitem__)]
+        if all(sum(heights[number] for number in part) <= room_px for part in parts) or num_parts == len(lines):
+            yield from ([lines[number] for number in part] for part in parts)
+            return
 
 
 def title_slide(notebook: nbformat.NotebookNode) -> str:

@@ -63,6 +63,21 @@ def test_a_table_has_no_links_and_goes_on_under_the_same_head():
     assert all("name" in text for _, _, text in done)
 
 
+def test_a_row_is_as_high_as_its_highest_cell():
+    """A column that's narrow, because another one is long, makes its short text high."""
+    long, narrow = ("| " + " | ".join("word " * n for n in counts) + " |\n" for counts in ((7, 5, 29), (1, 5, 1)))
+    table = nbformat.v4.new_output(
+        "display_data", {"text/markdown": f"| a | b | c |\n|{' :-- |' * 3}\n{long}{narrow * 8}"}
+    )
+    assert len(shown(code("t", table))) == 2
+
+
+def test_no_part_is_higher_than_the_room():
+    heights = {"low": 100.0, "high": 300.0}
+    assert list(slides.in_parts(["low", "low", "high"], 400.0, heights.__getitem__)) == [["low", "low"], ["high"]]
+    assert list(slides.in_parts(["high"], 200.0, heights.__getitem__)) == [["high"]]
+
+
 def test_text_is_shown_without_its_folds():
     text = "## What you can now explain\n\n- This.\n\n<details><summary>Answers</summary>No.</details>"
     ((heading, kind, said),) = shown(markdown(text, **SLIDE))
