@@ -175,7 +175,7 @@ test-all: test
 
 test-browser: $(DOCS_INSTALLED) can-test-browser
 	$(DOCS_BIN)/python -m pip show --quiet playwright || $(DOCS_BIN)/python $(PIP_INSTALL) playwright==1.65.2
-	JUPYTER_PATH=$(CURDIR)/.venv/share/jupyter $(DOCS_BIN)/python -m pytest -m browser $(BROWSER_ARGS) tests/browser
+	JUPYTER_PATH=$(CURDIR)/.venv/share/jupyter JUPYTER_CONFIG_PATH=$(CURDIR)/.venv/etc/jupyter $(DOCS_BIN)/python -m pytest -m browser $(BROWSER_ARGS) tests/browser
 
 # What reads MNIST, for machines that have it and ran the rest on the digits.
 test-mnist: $(INSTALLED)
