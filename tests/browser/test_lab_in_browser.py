@@ -288,14 +288,19 @@ def test_every_cell_runs(lab, name):
     see_pictures(lab)
 
 
+def open_unsigned(lab: Lab, name: str) -> list[dict]:
+    """Open a copy of a notebook that nobody has signed; return its cells."""
+    unsigned = nbformat.read(PROJECT / "notebooks" / name, as_version=4)
+    unsigned.metadata["signed"] = "not with this line"
+    nbformat.write(unsigned, lab.work / f"unsigned-{name}")
+    lab.open(f"unsigned-{name}")
+    assert not lab.trusts_all()
+    return lab.cells()
+
+
 def test_a_notebook_never_run_here_has_colored_listings_and_descriptions(lab):
     """JupyterLab cleans the outputs of a notebook that it does not trust: what is left is what a reader sees first."""
-    unsigned = nbformat.read(PROJECT / "notebooks" / "03_fsdp.ipynb", as_version=4)
-    unsigned.metadata["signed"] = "not with this line"
-    nbformat.write(unsigned, lab.work / "unsigned.ipynb")
-    lab.open("unsigned.ipynb")
-    assert not lab.trusts_all()
-    cells = lab.cells()
+    cells = open_unsigned(lab, "01_local_training.ipynb")
     listing = next(place for place, cell in enumerate(cells) if cell["source"].startswith("show.source("))
     lab.go_to(listing)
     page_color, colors = lab.shown(f'[data-windowed-list-index="{listing}"] .jp-OutputArea pre').evaluate(
@@ -303,6 +308,7 @@ def test_a_notebook_never_run_here_has_colored_listings_and_descriptions(lab):
         " [...pre.querySelectorAll('span')].map(span => getComputedStyle(span).color)]"
     )
     assert len({*colors} - {page_color}) >= 3
+    cells = open_unsigned(lab, "03_fsdp.ipynb")
     motion = next(place for place, cell in enumerate(cells) if cell["source"].endswith("animation.animated(step)"))
     drawn = next(place for place, cell in enumerate(cells) if num_pictures(cell))
     lab.go_to(motion)
