@@ -173,6 +173,7 @@ test-all: test
 	  if why=$$($(MAKE) --silent --no-print-directory can-$$target 2> /dev/null); then $(MAKE) $$target || exit 1; \
 	  else echo "$$target is left out: $${why:-can-$$target does not say why}"; fi; done
 
+# The variables lead to Jupyter's templates and extensions, which are in the first environment's folders.
 test-browser: $(DOCS_INSTALLED) can-test-browser
 	$(DOCS_BIN)/python -m pip show --quiet playwright || $(DOCS_BIN)/python $(PIP_INSTALL) playwright==1.65.2
 	JUPYTER_PATH=$(CURDIR)/.venv/share/jupyter JUPYTER_CONFIG_PATH=$(CURDIR)/.venv/etc/jupyter $(DOCS_BIN)/python -m pytest -m browser $(BROWSER_ARGS) tests/browser

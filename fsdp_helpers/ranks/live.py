@@ -158,7 +158,11 @@ class Ranks(AbstractContextManager):
         most: Counter = Counter()
         for counts in self._counts.values():
             most |= counts  # the higher count of each group
-        return [rank for rank, counts in sorted(self._counts.items()) if any(most[of] > counts[of] for of in counts)]
+        return [
+            rank
+            for rank, counts in sorted(self._counts.items())
+            if any(most[group] > count for group, count in counts.items())
+        ]
 
     @interrupts_wait()
     def _settle(self, chosen: Sequence[int], at_fault: int | None = None, details: str = "") -> list[str]:

@@ -51,7 +51,7 @@ is_rank = False  # `run_rank` sets it
 
 
 def ensure_running() -> None:
-    """Start the server unless it's running. Called early, it loads torch while the notebook or the command does.
+    """Start the server unless it's running; it then loads torch while the notebook or the command does.
 
     The server and the ranks block interrupts for good, because Jupyter interrupts a kernel's whole process group.
     """

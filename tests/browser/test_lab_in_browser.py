@@ -289,7 +289,7 @@ def test_every_cell_runs(lab, name):
 
 
 def open_unsigned(lab: Lab, name: str) -> list[dict]:
-    """Open a copy of a notebook that nobody has signed; return its cells."""
+    """Open an unsigned copy of a notebook; return its cells."""
     unsigned = nbformat.read(PROJECT / "notebooks" / name, as_version=4)
     unsigned.metadata["signed"] = "not with this line"
     nbformat.write(unsigned, lab.work / f"unsigned-{name}")

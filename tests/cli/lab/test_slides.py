@@ -64,7 +64,7 @@ def test_a_table_has_no_links_and_goes_on_under_the_same_head():
 
 
 def test_a_row_is_as_high_as_its_highest_cell():
-    """A column that's narrow, because another one is long, makes its short text high."""
+    """Short text wraps, too, in a column that a long one leaves little room."""
     long, narrow = ("| " + " | ".join("word " * n for n in counts) + " |\n" for counts in ((7, 5, 29), (1, 5, 1)))
     table = nbformat.v4.new_output(
         "display_data", {"text/markdown": f"| a | b | c |\n|{' :-- |' * 3}\n{long}{narrow * 8}"}
