@@ -1,5 +1,6 @@
 """What 09 plans, beside a real step: a language model's peak in the allocator, and the time that a step takes."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,9 +74,13 @@ def measure_plans() -> Iterator[tuple[str, Any]]:
 
 
 def planned_device(name: str) -> str | None:
-    """The planner's name of a GPU: the first that occurs in the driver's, longer ones first."""
-    known = sorted(DEVICES, key=len, reverse=True)
-    return next((one for one in known if one.lower() in name.lower()), None)
+    """The planner's name of a GPU: "NVIDIA A100-SXM4-40GB" is "a100-40"."""
+    words = re.split("[^a-z0-9]+", name.lower())
+    for known in sorted(DEVICES, key=len, reverse=True):
+        kind, *size = known.split("-")
+        if kind in words and all(any(word.startswith(one) for word in words) for one in size):
+            return known
+    return None
 
 
 def beside_the_plan(shape: LlamaShape, batch: int, settings: dict, device_name: str | None) -> dict:
