@@ -3,9 +3,10 @@
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -95,30 +96,27 @@ def numbers_of(record: Any) -> dict:
     }
 
 
-def measure_runs(runs: dict[str, dict]) -> Iterator[tuple[str, Any]]:
+def measure_runs(table: dict[str, dict], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers of these runs, all in this process; a run that fails leaves its traces on, so it's the last."""
     with group_of_one():
-        for name, changes in runs.items():
-            yield name, attempt(lambda changes=changes: numbers_of(train_on_noise(0, 1, config_of(changes))))
+        for name in names:
+            yield name, numbers_of(train_on_noise(0, 1, config_of(table[name])))
             gc.collect()
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
 
 
-def measure_strategies() -> Iterator[tuple[str, Any]]:
-    yield from measure_runs(STRATEGIES)
-
-
-def judge_strategies(numbers: Numbers) -> Iterator[Finding]:
-    for name, run in numbers.items():
-        state = [run[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")]
-        expected = [4 * NUM_PARAMS, 4 * NUM_PARAMS, 8 * NUM_PARAMS]
-        yield judged(f"{name}: parameters, gradients, moments", state == expected, f"{expected} bytes", str(state))
-        yield judge_held(name, run["held_bytes"])
-        yield judge_peak(name, run)
-        if name != "local" and "local" in numbers:
-            apart = largest_difference(run["losses"], numbers["local"]["losses"])
-            yield judged(f"{name}: losses of one process", apart <= SAME, f"within {SAME:g}", f"{apart:.1e}")
+def judge_strategy(name: str, numbers: Numbers) -> Iterator[Finding]:
+    run = numbers[name]
+    state = [run[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer")]
+    expected = [4 * NUM_PARAMS, 4 * NUM_PARAMS, 8 * NUM_PARAMS]
+    yield judged(f"{name}: parameters, gradients, moments", state == expected, f"{expected} bytes", str(state))
+    yield judge_held(name, run["held_bytes"])
+    yield judge_peak(name, run)
+    if name != "local":
+        apart = largest_difference(run["losses"], numbers["local"]["losses"])
+        yield judged(f"{name}: losses of one process", apart <= SAME, f"within {SAME:g}", f"{apart:.1e}")
 
 
 def judge_held(name: str, held_bytes: int) -> Finding:
@@ -139,25 +137,18 @@ def judge_peak(name: str, run: Numbers) -> Finding:
     return judged(f"{name}: peak", abs(peak / predicted - 1) <= PEAK, expected, said)
 
 
-def measure_levers() -> Iterator[tuple[str, Any]]:
-    yield from measure_runs(LEVERS)
-
-
-def judge_levers(numbers: Numbers) -> Iterator[Finding]:
-    plain = numbers["none"]
-    for name, run in numbers.items():
-        yield judge_peak(f"transformer, {'no lever' if name == 'none' else name}", run)
-        if name == "none":
-            continue
-        lower = run["peak_bytes"] < plain["peak_bytes"]
-        said = format_bytes(run["peak_bytes"])
-        yield judged(f"transformer, {name}: lower peak", lower, f"below {format_bytes(plain['peak_bytes'])}", said)
-        apart = largest_difference(run["losses"], plain["losses"])
-        if name == "bf16":
-            passed, said = 0 < apart <= SAME_IN_BF16, f"above 0, at most {SAME_IN_BF16:g}"
-        else:
-            passed, said = apart <= SAME, f"within {SAME:g}"
-        yield judged(f"transformer, {name}: losses", passed, said, f"{apart:.1e}")
+def judge_lever(name: str, numbers: Numbers) -> Iterator[Finding]:
+    plain, run = numbers["none"], numbers[name]
+    yield judge_peak(f"transformer, before {name}", plain)
+    yield judge_peak(f"transformer, {name}", run)
+    lower = run["peak_bytes"] < plain["peak_bytes"]
+    said = format_bytes(run["peak_bytes"])
+    yield judged(f"transformer, {name}: lower peak", lower, f"below {format_bytes(plain['peak_bytes'])}", said)
+    apart = largest_difference(run["losses"], plain["losses"])
+    passed, said = apart <= SAME, f"within {SAME:g}"
+    if name == "bf16":
+        passed, said = 0 < apart <= SAME_IN_BF16, f"above 0, at most {SAME_IN_BF16:g}"
+    yield judged(f"transformer, {name}: losses", passed, said, f"{apart:.1e}")
 
 
 # ---------------------------------------------------------------- on all GPUs
@@ -374,9 +365,16 @@ def check(title: str, measure: Callable, judge: Callable, **settings: Any) -> Ch
 
 
 CHECKS = (
-    check("strategies", measure_strategies, judge_strategies, limit_s=150.0),
-    check("levers", measure_levers, judge_levers, limit_s=120.0),
+    *(
+        check(name, partial(measure_runs, STRATEGIES, dict.fromkeys(["local", name])), partial(judge_strategy, name))
+        for name in STRATEGIES
+    ),
+    *(
+        check(name, partial(measure_runs, LEVERS, ["none", name]), partial(judge_lever, name))
+        for name in LEVERS
+        if name != "none"
+    ),
     check("compile per block", measure_compiled, judge_compiled, limit_s=150.0),
-    check("streams", measure_streams, judge_streams),
     check("all GPUs", measure_all_gpus, judge_all_gpus, num_gpus=2, limit_s=150.0),
+    check("streams", measure_streams, judge_streams, alone=True),
 )

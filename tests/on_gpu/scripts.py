@@ -214,7 +214,7 @@ def measure_pytest() -> Iterator[tuple[str, Any]]:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *several]
         # Without the plugins that pyproject.toml has settings for
-        settings = ["addopts=--import-mode=importlib", "filterwarnings=", f"cache_dir={folder}"]
+        settings = ["addopts=--import-mode=importlib", "filterwarnings="]
         overridden = [word for setting in settings for word in ("-o", setting)]
         subprocess.run([*command, *overridden, f"--junitxml={report}", *files], cwd=PROJECT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
