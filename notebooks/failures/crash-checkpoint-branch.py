@@ -12,7 +12,7 @@ use_reentrant=False)`.
 **What you see.**
 
     rank 0 in `checkpoint(model, images, use_reentrant=False).square().mean().backward()  # broken`
-    torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A different number of tensors was saved during the original forward and recomputation.
+    torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A different number of tensors was saved
 
 **Also seen as**
 

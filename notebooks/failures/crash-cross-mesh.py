@@ -14,7 +14,7 @@ contains None, plain tensors are mixed in, and the message is *got mixed torch.T
 **What you see.**
 
     rank 0 in `norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # broken`
-    RuntimeError: All operands in aten.stack.default must have the same mesh, but got DeviceMesh((dp=2), 'cpu', stride=(1,)) and DeviceMesh((dp=2, tp=1), 'cpu', stride=(1, ())).
+    RuntimeError: All operands in aten.stack.default must have the same mesh, but got DeviceMesh((dp=2)
 
 **Also seen as**
 
@@ -48,7 +48,8 @@ norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # broken
 # fixed: for parameter in model.parameters():
 # fixed:     by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
 # fixed: groups = by_mesh.values()
-# fixed: norm = nn.utils.get_total_norm([nn.utils.get_total_norm([p.grad for p in group]).full_tensor() for group in groups])
+# fixed: norms = [nn.utils.get_total_norm([p.grad for p in group]).full_tensor() for group in groups]
+# fixed: norm = nn.utils.get_total_norm(norms)
 # fixed: for group in groups:
 # fixed:     nn.utils.clip_grads_with_norm_(group, 1.0, norm)
 torch.testing.assert_close(norm, right)

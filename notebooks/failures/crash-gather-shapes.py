@@ -12,7 +12,7 @@ receives too much. NCCL may not report anything: the numbers come back mixed up,
 **What you see.** gloo aborts the process that receives too much (signal 6, SIGABRT):
 
     terminate called after throwing an instance of 'gloo::EnforceNotMet'
-    op.preamble.length <= op.nbytes. 6 vs 4. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?
+    op.preamble.length <= op.nbytes. 6 vs 4. Received data size doesn't match expected size.
 
 **Also seen as**
 

@@ -11,7 +11,7 @@ resize on every rank.
 
 **What you see.**
 
-    RuntimeError: DDP expects same model across all ranks, but Rank 0 has 4 params, while rank 1 has inconsistent 2 params.
+    RuntimeError: DDP expects same model across all ranks, but Rank 0 has 4 params, while rank 1 has
 
 **Also seen as**
 

@@ -12,7 +12,7 @@ ranks are in different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names both.
 **What you see.** gloo aborts the rank that receives too much (signal 6, SIGABRT):
 
     terminate called after throwing an instance of 'gloo::EnforceNotMet'
-    op.preamble.length <= op.nbytes. 72 vs 18. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?
+    op.preamble.length <= op.nbytes. 72 vs 18. Received data size doesn't match expected size.
 
 **Also seen as**
 

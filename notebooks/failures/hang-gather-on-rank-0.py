@@ -1,6 +1,6 @@
 """# Training stops as soon as rank 0 logs or saves
 
-**Why.** `full_tensor()`, `get_model_state_dict(..., full_state_dict=True)` and FSDP1's `summon_full_params` are
+**Why.** `full_tensor()`, FSDP1's `summon_full_params`, and `get_model_state_dict` for a full state dict are
 collectives: every rank has to contribute its shard. Inside `if rank == 0`, only rank 0 does. A forward pass of a
 sharded model, as in an evaluation on rank 0, is also full of collectives.
 

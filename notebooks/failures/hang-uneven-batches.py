@@ -48,7 +48,7 @@ for module in (model[0], model[2], model):
 with torch.no_grad():
     mine = images[rank::world_size]  # broken: three images on rank 0, two on rank 1
     total = sum(model(image[None]).sum() for image in mine)  # broken
-    # fixed: batches = [batch.tensor_split(world_size)[rank] for batch in images.split(world_size)]  # the last may be empty
+    # fixed: batches = [batch.tensor_split(world_size)[rank] for batch in images.split(world_size)]
     # fixed: total = sum(model(batch).sum() for batch in batches)
 dist.all_reduce(total)
 torch.testing.assert_close(total.item(), right, rtol=1e-5, atol=0)

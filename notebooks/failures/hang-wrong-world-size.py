@@ -14,7 +14,7 @@ use `srun --ntasks-per-node=1` in front of torchrun, or `--ntasks-per-node=8` wi
 
 **What you see.** With a limit of two seconds:
 
-    rank 0 in `store = dist.TCPStore("127.0.0.1", port[0], num_processes, is_master=rank == 0, timeout=timedelta(seconds=2))`
+    rank 0 in `store = dist.TCPStore(HOST, port[0], num_processes, is_master=rank == 0, timeout=LIMIT)`
     torch.distributed.DistStoreError: Timed out after 3 seconds waiting for clients. 2/3 clients joined.
 
 **Also seen as**
@@ -39,15 +39,16 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
+HOST, LIMIT = "127.0.0.1", timedelta(seconds=2)
 port = [0]
 if rank == 0:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.create_server((HOST, 0)) as free:
         port = [free.getsockname()[1]]
 dist.broadcast_object_list(port)
 
 num_processes = 3  # broken: as with --nproc-per-node 3
 # fixed: num_processes = world_size
-store = dist.TCPStore("127.0.0.1", port[0], num_processes, is_master=rank == 0, timeout=timedelta(seconds=2))
+store = dist.TCPStore(HOST, port[0], num_processes, is_master=rank == 0, timeout=LIMIT)
 store.add("joined", 1)
 dist.barrier()
 joined = store.add("joined", 0)
