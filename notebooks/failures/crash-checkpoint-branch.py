@@ -6,8 +6,8 @@ another path.
 
 **How to tell.** `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)` prints both lists of operations.
 
-**The fix.** Decide outside the checkpointed function and pass the decision in: `checkpoint(block, x, with_relu,
-use_reentrant=False)`.
+**The fix.** Decide outside the checkpointed function and pass the decision in:
+`checkpoint(block, x, with_relu, use_reentrant=False)`.
 
 **What you see.**
 
@@ -19,12 +19,13 @@ use_reentrant=False)`.
 - CheckpointError in backward with activation checkpointing: MoE routing, dropout, use_cache, autocast or torch.compile
 - activation checkpointing is applied in the wrong order, outside FSDP; checkpoint_wrapper
 - `torch.utils.checkpoint: A different number of tensors was saved during the original forward and recomputation`
-- `Recomputed values for the following tensors have different metadata`, `tensor at position`, `Number of tensors saved
-  during forward`, `trying to save more tensors during recomputation than during the original forward pass`,
+- `Recomputed values for the following tensors have different metadata`, `tensor at position`,
+  `Number of tensors saved during forward`,
+  `trying to save more tensors during recomputation than during the original forward pass`,
   `torch.utils.checkpoint.CheckpointError`, `recomputed metadata`, `Trying to backward through the graph a second time`,
   `a second time (or directly access saved tensors after they have already been freed)` (a run on the CPU)
-- `Unpack is being triggered for a tensor that was already unpacked once`, `Tensor cached during selective activation
-  checkpoint has been mutated` (torch/utils/checkpoint.py)
+- `Unpack is being triggered for a tensor that was already unpacked once`,
+  `Tensor cached during selective activation checkpoint has been mutated` (torch/utils/checkpoint.py)
 """
 
 import copy

@@ -4,8 +4,9 @@
 unit's own call all-gathers it and gives the layers their weights back. A layer or a method that's called on its own
 (`generate`, `encode`, an embedding, a weight that's read or merged between steps) finds flat, cut or empty weights.
 
-**How to tell.** The weights have one dimension or no elements: print `[(n, p.shape) for n, p in
-model.named_parameters()]`. In the traceback, FSDP's `forward` doesn't appear above the failing layer.
+**How to tell.** The weights have one dimension or no elements: print
+`[(n, p.shape) for n, p in model.named_parameters()]`. In the traceback, FSDP's `forward` doesn't appear above the
+failing layer.
 
 **The fix.** Call the FSDP module, or wrap the call in `with FullyShardedDataParallel.summon_full_params(model):`, on
 every rank. Under FSDP2, see [crash-mixed-tensor-dtensor](crash-mixed-tensor-dtensor.py).
@@ -19,12 +20,11 @@ every rank. Under FSDP2, see [crash-mixed-tensor-dtensor](crash-mixed-tensor-dte
 
 - calling generate, encode or a layer of an FSDP1 model fails; it works with summon_full_params
 - weights are flat, 1-D or empty; merging LoRA, or tying or reading weights fails under FSDP
-- `'weight' must be 2-D`, `weight should have at least three dimensions`, `are out of bounds for storage of size 0`,
-  `setStorage: sizes`, `mat2 must be a matrix, got 1-D tensor`, `is invalid for input of size`, `a Tensor with 0
-  elements`, `weight should have at least`, `running_mean should contain`, `size mismatch, got input`, `self must be a
-  matrix`, `mat1 and mat2 shapes cannot be multiplied` (a run on the CPU)
-- `The tensor has a non-zero number of elements, but its data is not allocated yet`, `The tensor has a non-zero number
-  of elements` (torch's TensorImpl.h)
+- `'weight' must be 2-D`, `are out of bounds for storage of size 0`, `setStorage: sizes`,
+  `mat2 must be a matrix, got 1-D tensor`, `is invalid for input of size`, `a Tensor with 0 elements`,
+  `weight should have at least`, `running_mean should contain`, `size mismatch, got input`, `self must be a matrix`,
+  `mat1 and mat2 shapes cannot be multiplied` (a run on the CPU)
+- `The tensor has a non-zero number of elements` (torch's TensorImpl.h)
 - `2D tensors expected, but got` (torch's LinearAlgebra.cpp)
 - `which has 0 elements` (torch/nn/functional.py)
 - `expected weight to be at least` (torch's Convolution.cpp)

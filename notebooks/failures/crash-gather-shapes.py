@@ -24,12 +24,11 @@ receives too much. NCCL may not report anything: the numbers come back mixed up,
 - `output tensor size must be equal to world_size times input tensor size` (torch's ProcessGroupNCCL.cpp)
 - `Tensors must be contiguous`, `must be contiguous`, `must have the same number of elements` (torch's c10d)
 - `Invalid usage of tensors with different dtypes` (torch/distributed/distributed_c10d.py)
-- `All tensor operands to scatter/gather must have the same number of elements`, `tensor list operands to scatter/gather
-  must have the same size as process group`, `wrong size output`, `expected to have size equal to first tensor` (an
-  older PyTorch)
-- `Cannot apply desired operation due to shape mismatches`, `Impossible to apply the desired operation due to inadequate
-  shapes`, `due to shape mismatches`, `` You can't use batches of different size with `dispatch_batches=True` ``
-  (accelerate)
+- `All tensor operands to scatter/gather must have the same number of elements`,
+  `tensor list operands to scatter/gather must have the same size as process group`, `wrong size output`,
+  `expected to have size equal to first tensor` (an older PyTorch)
+- `Impossible to apply the desired operation due to inadequate shapes`, `due to shape mismatches`,
+  `` You can't use batches of different size with `dispatch_batches=True` `` (accelerate)
 """
 
 import torch

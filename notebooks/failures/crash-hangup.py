@@ -6,8 +6,8 @@ command.)
 
 **How to tell.** The message names the signal, and the ranks' logs end in the middle of a step without an error.
 
-**The fix.** Start torchrun in `tmux` or as a scheduler job. Or keep it from handling SIGHUP: `nohup torchrun
---signals-to-handle SIGTERM,SIGINT,SIGQUIT ... &`.
+**The fix.** Start torchrun in `tmux` or as a scheduler job. Or keep it from handling SIGHUP:
+`nohup torchrun --signals-to-handle SIGTERM,SIGINT,SIGQUIT ... &`.
 
 **What you see.**
 
@@ -19,9 +19,9 @@ command.)
 - the pod or job is deleted, preempted or canceled
 - `torch.distributed.elastic.multiprocessing.api.SignalException`, `got signal: 1`
 - `got signal: 15`, `got signal: 2`, `exit code 143`, `exit code -15` (a run on the CPU)
-- `Received 1 death signal, shutting down workers`, `Received 15 death signal`, `Received Signals.SIGHUP death signal,
-  shutting down workers`, `Received Signals.SIGTERM death signal`, `Received Signals.SIGINT death signal`
-  (torch/distributed/elastic/agent/server/api.py)
+- `Received 1 death signal, shutting down workers`, `Received 15 death signal`,
+  `Received Signals.SIGHUP death signal, shutting down workers`, `Received Signals.SIGTERM death signal`,
+  `Received Signals.SIGINT death signal` (torch/distributed/elastic/agent/server/api.py)
 """
 
 import os

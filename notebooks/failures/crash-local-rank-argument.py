@@ -16,9 +16,8 @@
 
 - local_rank isn't passed to the script anymore; argparse fails with --local_rank in PyTorch 2.0 and later
 - `unrecognized arguments: --local-rank`
-- `error: unrecognized arguments: --local_rank=0`, `the following arguments are required: --local_rank`, `failed
-  (exitcode: 2) local_rank: 0`, `torch.distributed.launch is deprecated`, `The module torch.distributed.launch is
-  deprecated` (a run on the CPU)
+- `error: unrecognized arguments: --local_rank=0`, `the following arguments are required: --local_rank`,
+  `failed (exitcode: 2) local_rank: 0`, `torch.distributed.launch is deprecated` (a run on the CPU)
 - `` please change it to read from `os.environ('LOCAL_RANK')` instead `` (an older PyTorch)
 - `Some specified arguments are not used by the HfArgumentParser: ['--local` (transformers)
 """

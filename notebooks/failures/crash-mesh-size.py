@@ -19,9 +19,10 @@ ranks with torchrun.
 - the tensor parallel degree times the data parallel degree isn't the number of GPUs; world size isn't divisible
 - device mesh: wrong shape, missing mesh_dim_names, or a name that doesn't exist; hybrid sharding needs a 2-D mesh
 - `Mesh should not be bigger than default world size`
-- `Cannot slice a DeviceMesh without mesh_dim_names`, `Invalid mesh_dim_name`, `Valid mesh_dim_names are`, `expects a 1D
-  or 2D DeviceMesh`, `Expected device_mesh to have ndim=2 but got`, `Please init the 2D mesh for HSDP with
-  mesh_dim_names specified`, `should be less or equal to the world size` (a run on the CPU)
+- `Cannot slice a DeviceMesh without mesh_dim_names`, `Invalid mesh_dim_name`, `Valid mesh_dim_names are`,
+  `expects a 1D or 2D DeviceMesh`, `Expected device_mesh to have ndim=2 but got`,
+  `Please init the 2D mesh for HSDP with mesh_dim_names specified`, `should be less or equal to the world size` (a run
+  on the CPU)
 - `Invalid parallel dims: dp_replicate`, `WORLD_SIZE(8)` (torchtitan)
 - `Available mesh dimensions are` (torch/distributed/device_mesh.py)
 - `must be divisible by 'group_size` (torch/distributed/distributed_c10d.py)

@@ -4,7 +4,8 @@
 the unit, the hooks don't run, and the layer finds its shards, which are DTensors. A root that was never sharded, with
 an optimizer that takes all parameters in one call, says the same: [wrong-forgotten-root](wrong-forgotten-root.py).
 
-**How to tell.** In the traceback, the unit's `__call__` doesn't appear above the failing layer.
+**How to tell.** In the traceback, the unit's `__call__` doesn't appear above the failing layer. If the traceback ends
+in a `copy_`, a full state dict was copied into shards: [save-full-into-shards](save-full-into-shards.py).
 
 **The fix.** Call the unit. If you need to call an inner module on its own, make that module a unit, too. For a method
 such as `generate`, call `register_fsdp_forward_method(model, 'generate')` first.

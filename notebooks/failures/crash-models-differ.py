@@ -17,10 +17,9 @@ resize on every rank.
 
 - the number or shape of parameters differs between ranks; a tokenizer or vocabulary built per rank; layers are frozen
   or added on rank 0 only
-- `DDP expects same model across all ranks, but Rank`, `DDP expects same model across all ranks`, `has inconsistent 0
-  params`, `params, while rank 0 has inconsistent`
-- `appears not to match sizes of the same param in process 0`, `appears not to match strides of the same param in
-  process 0` (torch's reducer.cpp)
+- `DDP expects same model across all ranks`, `has inconsistent 0 params`, `params, while rank 0 has inconsistent`
+- `appears not to match sizes of the same param in process 0`,
+  `appears not to match strides of the same param in process 0` (torch's reducer.cpp)
 """
 
 import torch.distributed as dist

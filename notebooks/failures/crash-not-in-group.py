@@ -7,8 +7,8 @@ which can't communicate.
 **How to tell.** `dist.get_process_group_ranks(group)` doesn't contain the rank named in the call, or the rank making
 the call.
 
-**The fix.** Use `dist.broadcast(t, group=group, group_src=0)`, or `src=dist.get_global_rank(group, 0)`. Put `if
-dist.get_rank(group) >= 0:` around any calls that only members should make.
+**The fix.** Use `dist.broadcast(t, group=group, group_src=0)`, or `src=dist.get_global_rank(group, 0)`. Put
+`if dist.get_rank(group) >= 0:` around any calls that only members should make.
 
 **What you see.**
 

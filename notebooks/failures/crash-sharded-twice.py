@@ -6,7 +6,7 @@ already, so `fully_shard` takes them for tensor-parallel parameters and tries to
 is the same mesh. If the mesh has no dimension names, that gives this message; if it does, *Cannot concatenate
 overlapping meshes*.
 
-**How to tell.** `isinstance(model, FSDPModule)` is True before your call.
+**How to tell.** Before your call, `isinstance(module, FSDPModule)` is True, or the module's parameters are DTensors.
 
 **The fix.** Shard each block once, then the root once: `for block in model.layers: fully_shard(block)`, then
 `fully_shard(model)`. If you use `accelerator.prepare`, leave the sharding to it.
@@ -20,8 +20,8 @@ overlapping meshes*.
 
 - fully_shard or FSDP is applied twice to the same module; nested wrapping; a cell that ran twice
 - `Invariant encountered: value was None when it should not be`
-- `can only be applied to a module once`, `FSDP auto wrapping requires modules to not already have FSDP applied`, ``
-  already managed by `fully_shard` `` (a run on the CPU)
+- `can only be applied to a module once`, `FSDP auto wrapping requires modules to not already have FSDP applied`,
+  `` already managed by `fully_shard` `` (a run on the CPU)
 - `FSDP requires the DP and model parallel TP/EP mesh to be not None but got`
   (torch/distributed/fsdp/_fully_shard/_fsdp_param.py)
 - `is already wrapped by` (torch/distributed/fsdp/wrap.py)

@@ -19,8 +19,8 @@ ranks are in different collectives. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names both.
 - one rank skips a batch, backward or the optimizer's step (a NaN loss, an empty batch, out of memory, a caught
   exception) and goes on
 - `Received data size doesn't match expected size`, `Signal 6 (SIGABRT) received by PID`
-- `Detected mismatch between collectives on ranks`, `Collectives differ in the following aspects`, `is running
-  collective: CollectiveFingerPrint`, `CollectiveFingerPrint`, `Tensor Tensor shapes` (a run on the CPU)
+- `Detected mismatch between collectives on ranks`, `Collectives differ in the following aspects`,
+  `CollectiveFingerPrint`, `Tensor Tensor shapes` (a run on the CPU)
 - `Invalid bytes received` (an older gloo)
 - `Message truncated : received` (NCCL)
 """

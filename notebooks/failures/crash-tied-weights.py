@@ -1,7 +1,7 @@
 """# Parameter is shared with a parameter already managed by another FSDP group
 
 **Why.** A language model's head often uses the embedding's weight, and one tensor can't belong to two units. FSDP1
-fails later, with a shape mismatch, and FSDP2 in PyTorch 2.11 trains two copies without an error.
+fails later, with a shape mismatch. FSDP2 in PyTorch 2.11 doesn't raise an error.
 
 **How to tell.** `model.head.weight is model.embedding.weight` is true before sharding.
 

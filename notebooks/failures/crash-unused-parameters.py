@@ -4,8 +4,9 @@
 gradient, and neither does a layer whose output isn't part of the loss. The next forward pass finds the reduction
 unfinished.
 
-**How to tell.** Run one backward pass without DDP, and print `[n for n, p in model.named_parameters() if
-p.requires_grad and p.grad is None]`. `TORCH_DISTRIBUTED_DEBUG=DETAIL` also names these parameters.
+**How to tell.** Run one backward pass without DDP, and print
+`[n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]`. `TORCH_DISTRIBUTED_DEBUG=DETAIL` also
+names these parameters.
 
 **The fix.** Use `DistributedDataParallel(model, find_unused_parameters=True)`. Better yet, freeze or remove layers that
 are never used, or add `0.0 * output.sum()` to the loss. If the unused parameters are the same in every step, pass
@@ -20,13 +21,14 @@ are never used, or add `0.0 * output.sum()` to the loss. If the unused parameter
 
 - DDP fails in the second iteration; a branch, head, modality or expert isn't used in some steps
 - find_unused_parameters, static_graph; a frozen or unused layer gets no gradient
-- `Expected to have finished reduction in the prior iteration before starting a new one`, `your module has parameters
-  that were not used in producing loss`
-- `Parameter indices which did not receive grad for rank`, `` passing the keyword argument `find_unused_parameters=True`
-  ``, `` making sure all `forward` function outputs participate in calculating loss ``, `Parameters which did not
-  receive grad for rank`, `find_unused_parameters=True was specified in DDP constructor, but did not find any unused
-  parameters`, `this is not compatible with static_graph set to True`, `your training graph has changed in this
-  iteration`, `unused parameter detection` (a run on the CPU)
+- `Expected to have finished reduction in the prior iteration before starting a new one`,
+  `your module has parameters that were not used in producing loss`
+- `Parameter indices which did not receive grad for rank`,
+  `` passing the keyword argument `find_unused_parameters=True` ``,
+  `` making sure all `forward` function outputs participate in calculating loss ``,
+  `Parameters which did not receive grad for rank`, `find_unused_parameters=True was specified in DDP constructor, but
+  did not find any unused parameters`, `this is not compatible with static_graph set to True`,
+  `your training graph has changed in this iteration`, `unused parameter detection` (a run on the CPU)
 - `` Since `find_unused_parameters=True` is enabled `` (torch's reducer.cpp)
 """
 

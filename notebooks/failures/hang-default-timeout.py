@@ -9,9 +9,9 @@ milliseconds, but it doesn't name the rank that was missing.
 pass monitoredBarrier*), unless that is rank 0, which does the asking.
 
 **The fix.** Pass `init_process_group` a `timeout=` that's longer than your longest preparation, evaluation or
-checkpoint. Each group has its own limit: `new_group` accepts `timeout=`, too, and `dist.set_timeout(limit,
-mesh.get_group())` changes that of a mesh's group. Better yet, prepare a large data set in a job of its own. (Before
-PyTorch 2.15, there's no public `set_timeout`.)
+checkpoint. Each group has its own limit: `new_group` accepts `timeout=`, too, and
+`dist.set_timeout(limit, mesh.get_group())` changes that of a mesh's group. Better yet, prepare a large data set in a
+job of its own. (Before PyTorch 2.15, there's no public `set_timeout`.)
 
 **What you see.** With a limit of two seconds instead of half an hour:
 
@@ -24,11 +24,12 @@ PyTorch 2.15, there's no public `set_timeout`.)
   barrier
 - ddp_timeout, or InitProcessGroupKwargs(timeout=...), has no effect or is too short
 - `Timed out waiting 1800000ms for recv operation to complete`
-- `wait timeout after 1800000ms`, `wait timeout after 600000ms, keys`, `timed out after 300000ms`, `failed to pass
-  monitoredBarrier in` (a run on the CPU)
+- `wait timeout after 1800000ms`, `wait timeout after 600000ms, keys`, `timed out after 300000ms`,
+  `failed to pass monitoredBarrier in` (a run on the CPU)
 - `Socket Timeout` (torch's TCPStore.cpp)
-- `store->get('0') got error`, `is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value
-  store`, `Timeout(ms)=1800000` (torch's ProcessGroupNCCL.cpp)
+- `store->get('0') got error`,
+  `is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store`, `Timeout(ms)=1800000`
+  (torch's ProcessGroupNCCL.cpp)
 - `timed out waiting for all` (torch/distributed/elastic/utils/distributed.py)
 - `timed out in monitoredBarrier after` (torch's ProcessGroupGloo.cpp)
 - `Timed out waiting for key` (an older PyTorch)

@@ -7,8 +7,8 @@ several nodes wait for one another.
 **How to tell.** `py-spy dump` shows `wait` in `file_baton.py`. In the extension's folder is a file called `lock` that's
 older than the job.
 
-**The fix.** Run `rm -rf ~/.cache/torch_extensions`, and then build the extension on a single rank first. Or install a
-prebuilt version. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk.
+**The fix.** Run `rm -rf ~/.cache/torch_extensions` (or remove only the `lock`), and then build the extension on a
+single rank first. Or install a prebuilt version. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk.
 
 **What you see.** If you end it with Ctrl-C, which the script does for you after two seconds:
 
@@ -19,8 +19,8 @@ prebuilt version. Set `TORCH_EXTENSIONS_DIR` to a folder on a local disk.
 
 - hangs while loading or compiling an extension: fused_adam, cpu_adam, deformable attention, ninja; after a killed or
   interrupted build
-- `as PyTorch extensions root`, `Loading extension module`, `Detected CUDA files, patching ldflags`, `Emitting ninja
-  build file` (torch/utils/cpp_extension.py)
+- `as PyTorch extensions root`, `Loading extension module`, `Detected CUDA files, patching ldflags`,
+  `Emitting ninja build file` (torch/utils/cpp_extension.py)
 """
 
 import signal

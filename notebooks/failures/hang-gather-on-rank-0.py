@@ -16,9 +16,10 @@ for collectives inside `if rank == 0`.
 
 **Also seen as**
 
-- hangs when rank 0 alone logs, evaluates or saves: state_dict, save_model or save_pretrained inside if rank == 0 or
-  is_main_process
-- print(loss), .item() or .full_tensor() of a DTensor inside if rank == 0 hangs; the other ranks wait in a barrier
+- hangs when saving a checkpoint, when saving the model, or after validation; state_dict, save_model or save_pretrained
+  on the main process only
+- FSDP hangs at the beginning of the second epoch, after rank 0 alone has evaluated or saved; with DDP everything is
+  fine
 - `Timed out waiting 1800000ms for`
 """
 

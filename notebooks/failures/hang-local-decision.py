@@ -18,8 +18,8 @@ instead of half an hour:
 
 **Also seen as**
 
-- early stopping hangs now and then, after good epochs; no hang if every epoch saves
-- ranks disagree: a different validation loss, metric, patience, time limit or random decision on each rank
+- early stopping hangs: the stop condition is met on one rank and not on the others; those that go on wait forever
+- validation hangs in an all-gather on a rank whose part of the data is empty
 """
 
 from datetime import timedelta

@@ -17,8 +17,8 @@ matched with each other, and the numbers are mixed up without an error: [wrong-m
 - each rank waits in a different collective; a dictionary, a set or os.listdir in a different order on each rank
 - two threads or two process groups: overlapping collectives deadlock; a save in a background thread and training at the
   same time
-- `Timed out waiting 1800000ms for recv operation to complete`, `Timed out waiting 1800000ms for send operation to
-  complete`
+- `Timed out waiting 1800000ms for recv operation to complete`,
+  `Timed out waiting 1800000ms for send operation to complete`
 - `is all-gathering parameters for`, `Forward order differs from that of the first iteration`
   (torch/distributed/fsdp/_exec_order_utils.py)
 - `the order of collectives is not same for all ranks` (torch's ProcessGroupNCCL.cpp)

@@ -16,12 +16,11 @@ runs the all-gathers.
 
 **Also seen as**
 
-- training or evaluation hangs at the end of an epoch, or stuck at 99%; ranks have a different number of batches, or a
-  data set of a different length
-- generate hangs when ranks generate texts of different lengths; synced_gpus; one rank stops early or breaks out of the
-  loop
-- `Timed out waiting 1800000ms for send operation to complete`, `Timed out waiting 1800000ms for recv operation to
-  complete`
+- training freezes or gets stuck after the first epoch, before or after validation, with no error
+- training randomly stops or hangs: uneven batches, a different number of batches or samples on each rank; generate with
+  texts of different lengths; synced_gpus
+- `Timed out waiting 1800000ms for send operation to complete`,
+  `Timed out waiting 1800000ms for recv operation to complete`
 - `Detected uneven workload distribution`, `uneven number of batches` (Lightning, CosyVoice, fairseq)
 """
 

@@ -1,8 +1,8 @@
 """# The group waits for ranks that never join
 
-**Why.** The processes wait for as many others as the world size says, and fewer were started: a node is missing,
-`--nnodes` differs between machines, Slurm started one task instead of eight, or a second job's ranks were counted as
-part of this one.
+**Why.** The number of processes that were started isn't the world size, so those that are there wait for the rest: a
+node is missing, `--nnodes` differs between machines, Slurm started one task instead of eight, or a second job's ranks
+were counted as part of this one.
 
 **How to tell.** *1/2 clients joined* means that ranks are missing. An older message has `worker_count` and `world_size`
 instead: if `worker_count` is larger, two jobs share an address and port, or this job reuses an old `--rdzv-id` or file
@@ -25,8 +25,8 @@ use `srun --ntasks-per-node=1` in front of torchrun, or `--ntasks-per-node=8` wi
   SLURM_NTASKS
 - `seconds waiting for clients. 1/2 clients joined`, `clients joined`, `waiting for clients`
 - `Timed out initializing process group in store based barrier on rank` (torch/distributed/distributed_c10d.py)
-- `Waiting in store based barrier to initialize process group for rank`, `worker_count=`, `the number of ranks is
-  inconsistent with` (an older PyTorch)
+- `Waiting in store based barrier to initialize process group for rank`, `worker_count=`,
+  `the number of ranks is inconsistent with` (an older PyTorch)
 - `initializing ddp: GLOBAL_RANK: 1, MEMBER: 2/4`, `Initializing distributed: GLOBAL_RANK: 0, MEMBER: 1/4`,
   `store_based_barrier_key:1 (world_size=2, worker_count=4, timeout=0:30:00)` (pytorch-lightning#6206)
 - `but the number of tasks per node configured in SLURM`, `does not match with the number of tasks` (pytorch-lightning)

@@ -5,8 +5,8 @@ it can't pass on. Its ranks have become orphans, and they're still writing to th
 
 **How to tell.** In `ps -ef`, an orphaned rank's parent is process 1. `python -m fsdp_helpers doctor` lists orphans.
 
-**The fix.** Ask Linux to kill each rank when its agent dies (`prctl`), and let a run lock its folder. [Notebook
-10](../10_many_machines.ipynb) lists all the ways that a job can end.
+**The fix.** Ask Linux to kill each rank when its agent dies (`prctl`), and let a run lock its folder.
+[Notebook 10](../10_many_machines.ipynb) lists all the ways that a job can end.
 
 **What you see.**
 

@@ -1,7 +1,7 @@
 """# A layer that's in no unit is trained on each rank alone
 
 **Why.** Only the blocks were made units. A layer outside of them, here the head, stays a plain parameter on every rank,
-and nobody averages its gradient: each rank trains it on its own batch, and the ranks' heads drift apart. No error is
+and its gradient isn't averaged: each rank trains it on its own batch, and the ranks' heads drift apart. No error is
 raised, since the blocks become roots of their own.
 
 **How to tell.** `[name for name, p in model.named_parameters() if not isinstance(p, DTensor)]` isn't empty. Compare

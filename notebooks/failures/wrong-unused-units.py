@@ -18,10 +18,10 @@ leave that layer in the root unit and call `set_reduce_scatter_unused_params(Tru
 
 **Also seen as**
 
-- training hangs with NCCL, aborts with gloo, or gives wrong results: an expert gets no tokens, a batch has no image or
-  audio, LayerDrop, early exit
-- mixture of experts under FSDP or ZeRO-3: MixtralSparseMoeBlock, Qwen MoE, DeepSeek, a vision tower or encoder is
-  skipped on some ranks
+- LayerDrop, experts without tokens (MoE, Mixtral, Qwen, DeepSeek) or skipped layers: training hangs with NCCL, aborts
+  with gloo, or gives wrong results
+- conditional computation: an if in forward calls a module, such as a vision tower, only on some ranks; sometimes it
+  freezes
 - `` Only some but not all ranks have a `None` `FlatParameter` gradient `` (torch/distributed/fsdp/_flat_param.py)
 """
 
