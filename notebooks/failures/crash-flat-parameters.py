@@ -13,7 +13,6 @@ every rank. Under FSDP2, see [crash-mixed-tensor-dtensor](crash-mixed-tensor-dte
 
 **What you see.**
 
-    rank 0 in `features = model.module[0](tokens)  # broken`
     RuntimeError: 'weight' must be 2-D
 
 **Also seen as**

@@ -12,7 +12,6 @@ such as `generate`, call `register_fsdp_forward_method(model, 'generate')` first
 
 **What you see.**
 
-    rank 0 in `features = model[0](images)`
     RuntimeError: aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor
 
 **Also seen as**
