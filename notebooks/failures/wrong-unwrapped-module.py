@@ -1,0 +1,45 @@
+"""# Each rank trains its own model
+
+**Why.** DDP reduces gradients in hooks that the wrapper's `forward` prepares. `model.module(batch)`, or an earlier
+`model = model.module`, bypasses the wrapper, so no gradients are sent, and no error is raised.
+
+**How to tell.** If you delay one rank, the others don't wait for it. After a step, the ranks' parameters differ.
+
+**The fix.** Call the wrapper in training: `loss = model(batch)`. Use `model.module` only to save, or to evaluate on
+one rank.
+
+**What you see.**
+
+    AssertionError: the gradient's norm on rank 0 is 0.975 instead of 1.191
+    AssertionError: the gradient's norm on rank 1 is 2.055 instead of 1.191
+
+**Also seen as**
+
+- model.module, a submodule, a loss method or self.model is called instead of the wrapper: each GPU trains its own
+  model
+- gradients are not synchronized: the ranks' weights, norms or checksums differ after a few steps under DDP, without
+  any communication
+- `'DistributedDataParallel' object has no attribute`, `'FullyShardedDataParallel' object has no attribute`,
+  `'DataParallel' object has no attribute`, `object has no attribute 'module'` (a run on the CPU)
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+layer, images = nn.Linear(8, 2), torch.randn(8, 8)
+layer(images).square().mean().backward()
+right = layer.weight.grad.norm().item()
+layer.zero_grad()
+model = DistributedDataParallel(layer)
+
+mine = images[rank::world_size]
+loss = model.module(mine).square().mean()  # broken
+# fixed: loss = model(mine).square().mean()
+loss.backward()
+norm = layer.weight.grad.norm().item()
+assert abs(norm - right) < 1e-5, f"the gradient's norm on rank {rank} is {norm:.3f} instead of {right:.3f}"
