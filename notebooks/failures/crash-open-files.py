@@ -22,6 +22,7 @@ or call `torch.multiprocessing.set_sharing_strategy('file_system')` at the top o
 - `Too many open files`
 - `received 0 items of ancdata`, `unable to open shared memory object`, `Resource temporarily unavailable`,
   `can't start new thread`, `OSError: [Errno 24]`, `BlockingIOError: [Errno 11]` (a run on the CPU)
+- `bad value(s) in fds_to_keep` (Python)
 """
 
 import os

@@ -1,8 +1,8 @@
 """# Expected to mark a variable ready only once
 
 **Why.** DDP counts each parameter's gradient once per backward pass. Reentrant activation checkpointing starts a
-second backward pass inside the first, which DDP's search for unused parameters doesn't know about. Using a module
-twice has the same effect.
+second backward pass inside the first, which DDP's search for unused parameters doesn't know about. Recomputing one
+module twice has the same effect, even without that search.
 
 **How to tell.** The error occurs with `use_reentrant=True`, the old default of transformers' gradient checkpointing,
 but not without checkpointing. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names the parameter.
@@ -17,7 +17,7 @@ but not without checkpointing. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names the parame
 **Also seen as**
 
 - gradient checkpointing and DDP with find_unused_parameters=True fail in backward; use_reentrant; LoRA
-- under DDP, a shared layer is used twice in one forward pass, or two losses have two backward passes
+- under DDP, a layer that is recomputed is shared, or used twice in one forward pass
 - `Expected to mark a variable ready only once`
 - `has been marked as ready twice`, `` Use of a module parameter outside the `forward` function ``,
   `Reused parameters in multiple reentrant backward passes`, `_set_static_graph() as a workaround`,

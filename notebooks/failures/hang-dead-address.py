@@ -10,7 +10,7 @@ address is `localhost` on every node, each node waits for itself.
 **The fix.** Run `unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT`. On one machine, use `torchrun --standalone`. On
 several machines, give them all the same `--rdzv-endpoint=HOST:PORT`.
 
-**What you see.** With a limit of two seconds instead of the usual five minutes:
+**What you see.** With a limit of two seconds instead of torchrun's minute, or the ten to thirty minutes of a group:
 
     rank 0 in `store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))`
     DistNetworkError: The client socket has timed out after 2000ms while trying to connect to (127.0.0.1, 40001).
@@ -18,7 +18,7 @@ several machines, give them all the same `--rdzv-endpoint=HOST:PORT`.
 **Also seen as**
 
 - init_process_group never returns: it hangs at the start, before any rank prints its first line; the master isn't
-  ready
+  ready, or its service name doesn't resolve yet (Kubernetes)
 - multi-node jobs hang at startup: each node waits for the others at localhost; main_process_ip, machine_rank,
   NODE_RANK
 - `The client socket has timed out after 2000ms while trying to connect to`

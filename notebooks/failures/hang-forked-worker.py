@@ -36,7 +36,6 @@ def thread_of_a_library():  # such as those of tokenizers and OpenCV
     with lock:
         held.set()
         done.wait()
-        print("the library has done its work", flush=True)
 
 
 class Samples(Dataset):

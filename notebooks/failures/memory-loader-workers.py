@@ -13,7 +13,7 @@ give it to a `torch.utils.data` dataset. Use fewer workers, and limit the size o
 
 **What you see.**
 
-    AssertionError: while it read the names, the worker copied 1 times their size
+    AssertionError: the worker made 1 copies of the names by reading them, instead of 0
 
 **Also seen as**
 
@@ -25,7 +25,7 @@ give it to a `torch.utils.data` dataset. Use fewer workers, and limit the size o
 
 import sys
 
-# fixed: import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -38,17 +38,17 @@ class Growth(Dataset):  # its only sample is the worker's growth while it reads 
     def __len__(self):
         return 1
 
-    def __getitem__(self, number):
+    def __getitem__(self, _):
         before = private_bytes()
-        for name in names:
-            len(name)
+        for number in range(len(names)):
+            len(names[number])
         return private_bytes() - before
 
 
-names = [f"image-{number:08d}.png" for number in range(100_000)]
+names = [f"image-{number:08d}.png".encode() for number in range(100_000)]  # an object for each name
 num_bytes = sum(map(sys.getsizeof, names))
-names = list(names)  # broken
-# fixed: names = np.array(names)
+names = tuple(names)  # broken
+# fixed: names = torch.tensor([list(name) for name in names], dtype=torch.uint8)  # one object
 (grown,) = DataLoader(Growth(), num_workers=1)
 copies = round(grown.item() / num_bytes)
-assert copies == 0, f"while it read the names, the worker copied {copies} times their size"
+assert copies == 0, f"the worker made {copies} copies of the names by reading them, instead of 0"

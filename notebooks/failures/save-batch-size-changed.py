@@ -5,7 +5,8 @@ how many images have been seen.
 
 **How to tell.** Check whether the number of steps times the batch size equals the number of images seen.
 
-**The fix.** Save the number of images seen, not the number of steps, or refuse to resume with a different batch size.
+**The fix.** Save the number of images seen, not the number of steps, and skip that many. Or refuse to resume with a
+different batch size.
 
 **What you see.**
 
@@ -15,6 +16,7 @@ how many images have been seen.
 
 - resuming with a different number of GPUs or batch size: the wrong number of samples is skipped; data seen twice, or
   not at all
+- the loss jumps down after a resume: the data starts over, and the model sees what it has seen before
 """
 
 import torch

@@ -10,7 +10,7 @@ Keep the last two checkpoints.
 
 **What you see.**
 
-    rank 0 in `state = torch.load("checkpoint.pt")`
+    rank 0 in `state = torch.load(checkpoint)`
     RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory
 
 **Also seen as**
@@ -36,17 +36,15 @@ import os
 
 import torch
 
-os.makedirs(folder := "run-of-rank-" + os.environ.get("RANK", "0"), exist_ok=True)
-os.chdir(folder)
-torch.save({"step": 1}, "checkpoint.pt")
+checkpoint = f"checkpoint-of-rank-{os.environ.get('RANK', '0')}.pt"
+torch.save({"step": 1}, checkpoint)
 
 buffer = io.BytesIO()
 torch.save({"step": 2}, buffer)
-name = "checkpoint.pt"  # broken
-# fixed: name = "checkpoint.pt.part"
-with open(name, "wb") as file:
-    file.write(buffer.getvalue()[:500])  # the job is killed before the rest is written
-    # and before os.replace("checkpoint.pt.part", "checkpoint.pt")
+path = checkpoint  # broken
+# fixed: path = f"{checkpoint}.part"
+with open(path, "wb") as file:
+    file.write(buffer.getvalue()[:500])  # killed before the rest, and before os.replace
 
-state = torch.load("checkpoint.pt")
+state = torch.load(checkpoint)
 assert state["step"] == 1

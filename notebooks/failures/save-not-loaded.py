@@ -6,8 +6,8 @@ name, and DDP adds `module.`, so all names are skipped without an error.
 **How to tell.** Print what `load_state_dict` returns: every key in the model is missing, and every key in the file is
 unexpected. The first loss is as high as an untrained model's.
 
-**The fix.** Keep `strict=True` (the default). Remove the prefix with `name.removeprefix('_orig_mod.')`, or save with
-`get_model_state_dict(model)`.
+**The fix.** Keep `strict=True` (the default). Remove the prefix with `name.removeprefix('_orig_mod.')`, or save plain
+names ([how](save-module-prefix.py)).
 
 **What you see.**
 

@@ -38,9 +38,11 @@ torch.manual_seed(1)
 images = torch.randn(8, 8)
 
 
-def new_run():
+def new_run(sharded=True):
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(8, 2), mesh=mesh)
+    model = nn.Linear(8, 2)
+    if sharded:
+        fully_shard(model, mesh=mesh)
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
@@ -61,8 +63,7 @@ def state_of(model, optimizer):
     return dict(zip(("model", "optimizer"), states, strict=True))
 
 
-model, optimizer = new_run()
-right = train(model, optimizer, 23)[20:]  # without a stop
+right = train(*new_run(sharded=False), 23)[20:]  # without a stop
 model, optimizer = new_run()
 train(model, optimizer, 20)
 dcp.save(state_of(model, optimizer), checkpoint_id="checkpoint")

@@ -18,12 +18,12 @@ decay over.
 """
 
 import torch
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR
 
 
 def new_run():
     optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.4)
-    return optimizer, StepLR(optimizer, step_size=1, gamma=0.5)
+    return optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
 
 
 def train(optimizer, schedule, num_steps):
@@ -37,14 +37,11 @@ right = train(*new_run(), 3)  # without a stop
 
 optimizer, schedule = new_run()
 train(optimizer, schedule, 2)
-saved = {"weight": optimizer.param_groups[0]["params"]}  # broken: only the model
+saved = {"optimizer": optimizer.state_dict()}  # broken
 # fixed: saved = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
 
 optimizer, schedule = new_run()
-for name, state in saved.items():
-    if name == "optimizer":
-        optimizer.load_state_dict(state)
-    elif name == "schedule":
-        schedule.load_state_dict(state)
+optimizer.load_state_dict(saved["optimizer"])
+# fixed: schedule.load_state_dict(saved["schedule"])
 rate = train(optimizer, schedule, 1)
 assert rate == right, f"after three steps, the learning rate is {rate} instead of {right}"

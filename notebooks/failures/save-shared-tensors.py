@@ -9,15 +9,16 @@ True.
 **The fix.** Use `safetensors.torch.save_model(model, path)`, or drop one of the two names and tie the weights again
 after loading. With a flat parameter, gather a full state dict first instead of saving views.
 
-**What you see.**
+**What you see.** The script needs safetensors as well:
 
     Some tensors share memory, this will lead to duplicate memory on disk
 
 **Also seen as**
 
 - saving a model with tied weights as safetensors fails: lm_head.weight and embed_tokens.weight share memory
+- after a save that dropped one name, loading misses lm_head.weight; tie_word_embeddings
 - `Some tensors share memory, this will lead to duplicate memory on disk`, `Some tensors share memory`
-- `The weights trying to be saved contained shared tensors` (transformers)
+- `The weights trying to be saved contained shared tensors`, `KeyError: 'lm_head.weight'` (transformers)
 """
 
 import os
