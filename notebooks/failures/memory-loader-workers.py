@@ -45,10 +45,10 @@ class Growth(Dataset):  # its only sample is the worker's growth while it reads 
         return private_bytes() - before
 
 
-names = [f"image-{number:08d}.png".encode() for number in range(100_000)]  # an object for each name
+names = [f"image-{number:08d}.png".encode() for number in range(100_000)]
 num_bytes = sum(map(sys.getsizeof, names))
-names = tuple(names)  # broken
+names = list(names)  # broken: an object for each name
 # fixed: names = torch.tensor([list(name) for name in names], dtype=torch.uint8)  # one object
 (grown,) = DataLoader(Growth(), num_workers=1)
-copies = round(grown.item() / num_bytes)
+copies = int(torch.round(grown / num_bytes))
 assert copies == 0, f"the worker made {copies} copies of the names by reading them, instead of 0"
