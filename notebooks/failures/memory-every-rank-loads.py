@@ -16,8 +16,8 @@ load shards with `dcp.load`.
 
 **Also seen as**
 
-- CPU RAM explodes while a large model is loaded on several GPUs: every process reads the full model; SIGKILL, -9
-  before the first step
+- all processes load the full model: CPU RAM grows to the number of GPUs times its size, until SIGKILL, -9 before the
+  first step (LLaMA 70B onto 8 GPUs on a node)
 - the pod is OOMKilled while loading; from_pretrained on all ranks; low_cpu_mem_usage; cpu_ram_efficient_loading
 - `failed (exitcode: -9) local_rank: 0 (pid: 4242) of binary`, `Signal 9 (SIGKILL) received by PID`,
   `failed (exitcode: -9)`, `Signal 9 (SIGKILL)`, `exitcode : -9`, `died with <Signals.SIGKILL: 9>`, `exit code 137`,

@@ -17,8 +17,8 @@ names ([how](save-module-prefix.py)).
 
 - load_state_dict(strict=False) succeeds without loading anything: names begin with module. or _orig_mod., no key
   matched
-- the loaded model produces garbage or random accuracy, or the loss starts from scratch at ln(vocabulary), 10 to 12;
-  grad_norm = 0
+- switched to FSDP2: the loss isn't decreasing from ln(vocabulary), 10 to 12, and grad_norm = 0 for all training
+  steps; the loaded model produces garbage or random accuracy
 - `_IncompatibleKeys(missing_keys=` (a run on the CPU)
 - `Did not find param with FQN` (torch/distributed/fsdp/_state_dict_utils.py)
 - `were not initialized from the model checkpoint`, `Some weights of the model checkpoint` (transformers)

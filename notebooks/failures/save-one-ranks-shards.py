@@ -19,8 +19,8 @@ later.
 
 **Also seen as**
 
-- the saved file is 1/N of the size of the model, or a few kB: the state dict has only part of the weights after FSDP
-  or ZeRO-3
+- the saved model is incomplete, 1/N of its size or a few kB: the state dict contains only part of the parameters
+  after FSDP or ZeRO-3
 - tensors in the saved file are empty (torch.Size([0])) or flat; adapter_model.safetensors or pytorch_model.bin is
   nearly empty; LoRA
 - `size mismatch for`, `copying a param with shape`, `from checkpoint, the shape in current model is`

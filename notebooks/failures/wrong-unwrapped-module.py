@@ -14,10 +14,10 @@ one rank.
 
 **Also seen as**
 
-- model.module, a submodule, a loss method or self.model is called instead of the wrapper: each GPU trains its own
-  model
-- gradients are not synchronized: the ranks' weights, norms or checksums differ after a few steps under DDP, without
-  any communication
+- model.module, a submodule, a loss method or self.model is called instead of the wrapper, or autograd.grad: the
+  gradient reduction doesn't work
+- gradients are not synchronized across ranks, without gradient communication: n independent models, weights on each
+  GPU or node are different under DDP
 - `'DistributedDataParallel' object has no attribute`, `'FullyShardedDataParallel' object has no attribute`,
   `'DataParallel' object has no attribute`, `object has no attribute 'module'` (a run on the CPU)
 """
