@@ -53,7 +53,7 @@ shell = {name: value for name, value in os.environ.items() if name not in from_t
 
 torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-if os.environ.get("RANK", "0") == "0":
+if os.environ.get("RANK", "0") == "0":  # one job is enough
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
         command = [sys.executable, "train.py"]  # broken
