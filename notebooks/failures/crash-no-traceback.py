@@ -52,7 +52,7 @@ def main():  # broken
 main()
 """
 
-if os.environ.get("RANK", "0") == "0":
+if os.environ.get("RANK", "0") == "0":  # one job is enough
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", folder]
