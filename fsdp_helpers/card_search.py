@@ -58,6 +58,8 @@ class Index:
 
     def __init__(self, cards: Mapping[str, Card]) -> None:
         self.cards, self.names_with, self.database = cards, cache(self._names_with), sqlite3.connect(":memory:")
+        phrases = [(card.name, phrase) for card in cards.values() for phrase in (card.title, *card.messages())]
+        self.phrases = [(*row, normalized(row[1])) for row in phrases if len(row[1]) >= SHORTEST_QUOTE]
         self.everything = "\n".join(card.text for card in cards.values())
         stems = "porter unicode61 tokenchars '_'"
         self.database.execute(
@@ -82,10 +84,9 @@ class Index:
     def quotes(self, text: str) -> dict[str, list[str]]:
         """Return each card's phrases that occur in the text, apart from numbers and spaces."""
         whole, found = normalized(text), defaultdict(list)
-        for card in self.cards.values():
-            for phrase in (card.title, *card.messages()):
-                if len(phrase) >= SHORTEST_QUOTE and normalized(phrase) in whole:
-                    found[card.name].append(phrase)
+        for name, phrase, searched in self.phrases:
+            if searched in whole:
+                found[name].append(phrase)
         if unallocated_share(text) < LEAST_FRAGMENTED:
             found.pop(OOM_FRAGMENTED, None)
         return found

@@ -62,8 +62,9 @@ class Card:
         return found[1] if found else ""
 
     def part(self, heading: str) -> str:
-        """Return what follows a bold heading, such as "Why", up to the next one."""
-        return self.text.partition(f"**{heading}")[2].partition("**")[2].partition("\n\n**")[0].strip("\n")
+        """Return what follows a bold heading, such as "Why", up to the next one, or up to "Not run here"."""
+        text = self.text.partition(f"**{heading}")[2].partition("**")[2]
+        return re.split(r"\n\n(?:\*\*|Not run here)", text)[0].strip("\n")
 
     def rows(self) -> Iterator[str]:
         """Yield the rows under "Also seen as", each on one line."""

@@ -23,7 +23,16 @@ FLOORS = (
     {"sharding", "checkpointing"},
     {"ranks", "planning"},
     {"models", "data"},
-    {"config", "records", "quantities", "field_guide", "card_search", "gpus", "notebook", "progress"},  # what all rooms share
+    {
+        "config",
+        "records",
+        "quantities",
+        "field_guide",
+        "card_search",
+        "gpus",
+        "notebook",
+        "progress",
+    },  # what all rooms share
 )
 WITHOUT_TORCH = ("planning", "config", "records", "quantities", "field_guide", "card_search", "models.shapes")
 
