@@ -1,0 +1,50 @@
+"""# PytorchStreamReader failed reading zip archive
+
+**Why.** The job was killed while it was overwriting its only checkpoint.
+
+**How to tell.** The file is smaller than the previous checkpoint. If the checkpoint is a
+`torch.distributed.checkpoint` folder, it has no `.metadata` file.
+
+**The fix.** Write to a temporary file, and rename it when it's complete (on the same disk, `os.replace` is atomic).
+Keep the last two checkpoints.
+
+**What you see.**
+
+    rank 0 in `state = torch.load(checkpoint)`
+    RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory
+
+**Also seen as**
+
+- the checkpoint can't be read after a crash, a preemption or a full disk, but an older one can
+- the file is a Git LFS pointer or an incomplete download instead of the weights
+- `PytorchStreamReader failed reading zip archive`
+- `failed finding central directory`, `unexpected pos`, `[enforce fail at inline_container.cc`,
+  `invalid header or archive is corrupted`, `unexpected EOF`, `file in archive is not in a subdirectory`,
+  `Invalid magic number; corrupt file`, `incomplete metadata, file not fully covered`, `SafetensorError`,
+  `OSError: [Errno 28] No space left on device`, `Disk quota exceeded`, `invalid load key`,
+  `Error while deserializing: header too small`, `Error while deserializing: header too large`,
+  `Error while deserializing: invalid JSON in header` (a run on the CPU)
+- `PytorchStreamWriter failed writing file` (an older PyTorch)
+- `Error while deserializing header: HeaderTooLarge`, `Error while deserializing header: MetadataIncompleteBuffer`,
+  `Error while deserializing header: InvalidHeaderDeserialization`, `Error while deserializing header: HeaderTooSmall`
+  (an older safetensors)
+- `Unable to load weights from pytorch checkpoint file` (transformers)
+"""
+
+import io
+import os
+
+import torch
+
+checkpoint = f"checkpoint-of-rank-{os.environ.get('RANK', '0')}.pt"
+torch.save({"step": 1}, checkpoint)
+
+buffer = io.BytesIO()
+torch.save({"step": 2}, buffer)
+path = checkpoint  # broken
+# fixed: path = f"{checkpoint}.part"
+with open(path, "wb") as file:
+    file.write(buffer.getvalue()[:500])  # killed before the rest, and before os.replace
+
+state = torch.load(checkpoint)
+assert state["step"] == 1
