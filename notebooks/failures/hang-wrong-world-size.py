@@ -46,7 +46,7 @@ if rank == 0:
         port = [free.getsockname()[1]]
 dist.broadcast_object_list(port)
 
-num_processes = 3  # broken: as with --nproc-per-node 3
+num_processes = 3  # broken: one more than were started
 # fixed: num_processes = world_size
 store = dist.TCPStore(HOST, port[0], num_processes, is_master=rank == 0, timeout=LIMIT)
 store.add("joined", 1)
