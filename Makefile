@@ -5,6 +5,7 @@
 # make test-all     the same, and every slower check that this machine can run
 # make test-browser every notebook in JupyterLab, in a browser
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
+# make test-gpu     eight minutes on this machine's GPUs, with any Python that has PyTorch (PYTHON=python3); installs nothing
 # make test-imagined the notebooks and every strategy beside GPUs that do not exist: needs gcc
 # make test-tools   install transformers and accelerate beside it, and run what compares 13 and 14 with them
 # make test-tools-long their long evidence: kills, eight ranks, every model on three
@@ -59,7 +60,7 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab reset handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock run clean
+.PHONY: lab reset handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-gpu test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -195,6 +196,12 @@ test-network: $(INSTALLED)
 
 test-slurm: $(INSTALLED)
 	$(BIN)/python -m pytest -m cluster tests/evidence/test_slurm.py
+
+# With $(PYTHON) itself: a GPU is often at hand for minutes, on a machine that has PyTorch and nothing else. The caches
+# that other targets keep in .venv stay where libraries keep them.
+test-gpu:
+	@env -u MPLCONFIGDIR -u TORCHINDUCTOR_CACHE_DIR -u HF_HOME PYTHONPATH='$(CURDIR):$(CURDIR)/tests'"$${PYTHONPATH:+:$$PYTHONPATH}" \
+	  $(PYTHON) -m on_gpu
 
 # A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs. One notebook at a
 # time on each worker, whatever its file.

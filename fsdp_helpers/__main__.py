@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -204,11 +205,10 @@ def doctor_command(options: argparse.Namespace) -> int:
     from fsdp_helpers.cli.doctor.rows import FAIL
 
     if options.gpu:
-        rows = report.examine(gpu.LOOKS, on_row=lambda row: None)
-        print("\n".join([*gpu.table(rows), "", gpu.verdict(rows)]))
-    else:
-        rows = report.examine(report.LOOKS, on_row=lambda row: print(report.line(row), flush=True))
-        print(report.verdict(rows))
+        with tempfile.TemporaryDirectory() as folder:
+            return gpu.main(["fsdp_helpers.cli.doctor.gpu_checks"], Path(folder))
+    rows = report.examine(report.LOOKS, on_row=lambda row: print(report.line(row), flush=True))
+    print(report.verdict(rows))
     return FAILED if any(row.result == FAIL for row in rows) else 0
 
 

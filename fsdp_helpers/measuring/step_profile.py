@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import one_thread, trace_memory
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.planning.peak import peak_of_step
+from fsdp_helpers.planning.peak import walk_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.planning.walk.units import frozen_beside_trained
@@ -166,7 +166,8 @@ def predicted_peaks(runs: Mapping[str, RunRecord], backend: str | None = None) -
         if step not in profiles:
             profiles[step] = measure_run(config, ranks, run.device)
         chosen = backend or ("gloo" if run.device == "cpu" else "nccl")
-        peaks[name] = peak_of_step(profiles[step], config, ranks, units_of(config), backend=chosen)
+        has_host = run.device == "cuda"  # offloaded state leaves the device
+        peaks[name] = walk_step(profiles[step], config, ranks, units_of(config), backend=chosen, has_host=has_host).peak
     return peaks
 
 

@@ -5,6 +5,7 @@ import platform
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -242,4 +243,5 @@ def time_stamp() -> str:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "torchvision": version("torchvision")}
+    others = {"torchvision": version("torchvision")} if find_spec("torchvision") else {}  # only MNIST needs it
+    return {"python": platform.python_version(), "torch": torch.__version__, **others}

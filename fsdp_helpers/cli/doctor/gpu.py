@@ -1,38 +1,78 @@
-"""Check this machine's GPUs: `python -m fsdp_helpers doctor --gpu` prints a table to paste into an issue.
+"""Check GPUs: each check is a measurement in a process of its own, and a verdict on the numbers that it returns.
 
-Developers can also run `pytest -m gpu` in a clone.
+`python -m fsdp_helpers doctor --gpu` runs the checks in `gpu_checks`. `make test-gpu`, in a clone, runs many more. A
+check that crashes or hangs doesn't stop the others.
 """
 
+import faulthandler
+import importlib
+import importlib.metadata as metadata
+import json
+import os
 import subprocess
-from collections.abc import Sequence
-from functools import cache
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from fsdp_helpers.cli.doctor.rows import FAIL, SKIP, Look, Outcome, Row, Unfit, note
+from fsdp_helpers.cli.doctor.rows import FAIL, PASS, SKIP, Unfit
 from fsdp_helpers.gpus import VISIBLE, are_hidden, find_gpus
-from fsdp_helpers.quantities import format_bytes
 
-LIMIT_S = 120.0
-SAME, SAME_IN_BF16 = 1e-5, 0.05  # the largest relative difference between losses
-LITTLE_FREE = 0.5  # of a GPU's memory
-# These run in a child process, because a call to CUDA creates a context of hundreds of MB that stays.
-ASK = {
-    "versions": "print(torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), "
-    "'.'.join(map(str, torch.cuda.nccl.version())))",
-    "memory": "[print(torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i), sep='|') for i in range(COUNT)]",
-    "product": "a = torch.randn(256, 256); b = (a.cuda() @ a.cuda()).cpu(); print(float((b - a @ a).abs().max() / b.abs().max()))",
-    "links": "print(sum(torch.cuda.can_device_access_peer(i, j) for i in range(COUNT) for j in range(COUNT) if i != j))",
-}
+PACKAGES = ("psutil", "tqdm", "torchvision", "safetensors", "transformers")  # that checks may need
+AT_ONCE = max(1, min(6, (os.cpu_count() or 1) // 2))  # checks at the same time, unless they have to run alone
+GRACE_S, SHORTEST_S = 10.0, 15.0  # to end a check's processes; to start a check at all
+TAIL = 3000  # characters of a failed check's output
+HEADER = ("| what | expected | measured | verdict |", "| --- | --- | --- | --- |")
+CHILD = "import sys; from fsdp_helpers.cli.doctor.gpu import measure_alone; measure_alone(*sys.argv[1:])"
+Numbers = dict[str, Any]
 
 
-def ask(question: str) -> list[str]:
-    """Return the lines that a child process prints. If the child fails, raise RuntimeError with its last error line."""
-    import sys
+@dataclass(frozen=True)
+class Finding:
+    """A line of the table."""
 
-    code = f"import torch; COUNT = torch.cuda.device_count(); {ASK[question]}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-    return done.stdout.splitlines()
+    what: str
+    expected: str
+    measured: str
+    result: str
+
+    def __str__(self) -> str:
+        cells = (self.what, self.expected, self.measured, self.result)
+        return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def judged(what: str, passed: bool, expected: str, measured: str) -> Finding:
+    return Finding(what, expected, measured, PASS if passed else FAIL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A measurement, which yields names and plain values as they're known, and the verdict on them."""
+
+    title: str
+    measure: Callable[[], Iterator[tuple[str, Any]]]
+    judge: Callable[[Numbers], Iterable[Finding]]
+    needs: Sequence[str] = ()  # packages
+    num_gpus: int = 1
+    limit_s: float = 90.0
+    alone: bool = False  # it takes all of the memory, or measures time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The numbers of a check that has run, its findings, and the end of its output if it failed."""
+
+    title: str
+    seconds: float = 0.0
+    numbers: Numbers
+    findings: tuple[Finding, ...]
+    failure: str = ""
 
 
 def count() -> int:
@@ -48,102 +88,198 @@ def count() -> int:
     return gpus.count
 
 
-def usable() -> Outcome:
-    found, problem = count(), find_gpus(1).problem
-    return Outcome(
-        not problem, f"torch can't use them: {problem}" if problem else f"{found}, and torch can compute on the first"
+def packages() -> str:
+    """Return which of PACKAGES are installed, and their versions."""
+    return ", ".join(f"{name} {version_of(name)}" for name in PACKAGES)
+
+
+def version_of(name: str) -> str:
+    if find_spec(name) is None:
+        return "not installed"
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # only a folder on the search path
+        return "installed"
+
+
+def run_checks(
+    modules: Sequence[str], folder: Path, *, limit_s: float = 600.0, say: Callable[[str], None] = lambda line: None
+) -> list[Result]:
+    """Run the checks that each module lists in CHECKS, and return their results.
+
+    `say` gets each line of the table as soon as it's known. `folder` gets each check's output, and record.json and
+    record.md, which are written again after every check. After `limit_s` seconds, the remaining checks are left out.
+    """
+    import torch
+
+    num_gpus, until_s = count(), time.monotonic() + limit_s
+    folder.mkdir(parents=True, exist_ok=True)
+    checks = [(module, check) for module in modules for check in load(module)]
+    results: dict[str, Result] = {}
+
+    def run(one: tuple[str, Check]) -> None:
+        module, check = one
+        try:
+            result = run_check(module, check, folder, num_gpus, until_s)
+        except Exception as error:
+            result = failed(check, {}, str(error), traceback.format_exc())
+        results[check.title] = result
+        done = [results[known.title] for _, known in checks if known.title in results]
+        record = {"torch": torch.__version__, "packages": packages(), "checks": [asdict(one) for one in done]}
+        write(folder / "record.json", json.dumps(record, indent=1))
+        write(folder / "record.md", "\n".join([*HEADER, *(str(line) for one in done for line in one.findings)]))
+        for finding in result.findings:
+            say(str(finding))
+
+    for line in HEADER:
+        say(line)
+    for alone, group in groupby(checks, key=lambda one: one[1].alone):
+        with ThreadPoolExecutor(1 if alone else AT_ONCE) as pool:
+            list(pool.map(run, group))
+    return [results[check.title] for _, check in checks]
+
+
+def load(module: str) -> Sequence[Check]:
+    """Return a module's checks or, if it can't be imported, a single check that says why."""
+    try:
+        return importlib.import_module(module).CHECKS
+    except Exception as error:
+        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        if name in PACKAGES:
+            return [Check(title=module, measure=lambda: iter(()), judge=lambda numbers: (), needs=[name])]
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}"
+        finding = Finding(module, "it can be imported", reason, FAIL)
+        return [Check(title=module, measure=lambda: iter(()), judge=lambda numbers: [finding])]
+
+
+def write(path: Path, text: str) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(f"{text}\n")
+    unfinished.replace(path)
+
+
+def failed(check: Check, numbers: Numbers, reason: str, details: str) -> Result:
+    finding = Finding(check.title, "a result", reason, FAIL)
+    return Result(title=check.title, numbers=numbers, findings=(finding,), failure=details)
+
+
+def run_check(module: str, check: Check, folder: Path, num_gpus: int, until_s: float) -> Result:
+    """Measure in a child process, which ends with everything it has started when its time is up, and judge."""
+    began_s = time.monotonic()
+    limit_s = min(check.limit_s, until_s - began_s)
+    missing = [f"{name} isn't installed" for name in check.needs if find_spec(name) is None]
+    if num_gpus < check.num_gpus:
+        missing.append(f"it needs {check.num_gpus} GPUs")
+    if limit_s < SHORTEST_S:
+        missing.append("the time is up")
+    if missing:
+        return Result(
+            title=check.title,
+            numbers={},
+            findings=(Finding(check.title, "", f"left out: {'; '.join(missing)}", SKIP),),
+        )
+    name = "".join(letter if letter.isalnum() else "-" for letter in check.title)
+    path, log = folder / f"{name}.json", folder / f"{name}.log"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-c", CHILD, module, check.title, str(path), str(limit_s)]
+    with log.open("w") as output:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            status = child.wait(limit_s)
+            reason = f"exit status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            reason = f"no result within {limit_s:.0f} s"
+        finally:
+            child.stdin.close()  # the child's thread sees it, and ends the child's family
+            try:
+                child.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+    numbers = json.loads(path.read_text()) if path.exists() else {}
+    said = log.read_text(errors="replace")[-TAIL:]
+    if reason:
+        reason = f"{reason}: {(said.strip().splitlines() or ['no output'])[-1][:200]}"
+    findings, problem = judge(check, numbers, reason)
+    return Result(
+        title=check.title,
+        seconds=round(time.monotonic() - began_s, 1),
+        numbers=numbers,
+        findings=tuple(findings),
+        failure=said if reason else problem,
     )
 
 
-def versions() -> Outcome:
-    count()
-    return Outcome(True, "torch {}, CUDA {}, cuDNN {}, NCCL {}".format(*ask("versions")[0].split()))
+def judge(check: Check, numbers: Numbers, reason: str) -> tuple[list[Finding], str]:
+    """Return the findings, and the traceback if the verdict itself failed, as it may if some numbers are missing."""
+    broken = {name: value["error"] for name, value in numbers.items() if isinstance(value, dict) and "error" in value}
+    findings, problem = [], ""
+    try:
+        for finding in check.judge({name: value for name, value in numbers.items() if name not in broken}):
+            findings.append(finding)
+    except Exception as error:
+        problem = traceback.format_exc()
+        reason = reason or ("" if broken else f"no verdict: {type(error).__name__}: {error}")
+    for name, error in broken.items():
+        findings.append(Finding(f"{check.title}: {name}", "a result", error.strip().splitlines()[-1][:200], FAIL))
+    if reason:
+        findings.append(Finding(check.title, "a result", reason, FAIL))
+    return findings, problem if reason else ""
 
 
-def memory() -> Outcome:
-    count()
-    gpus = [line.split("|") for line in ask("memory")]
-    said = ", ".join(
-        f"{name}: {format_bytes(int(free))} of {format_bytes(int(size))} free" for name, free, size in gpus
-    )
-    if any(int(free) < LITTLE_FREE * int(size) for _, free, size in gpus):
-        return note(f"{said}; something is using them: see nvidia-smi")
-    return Outcome(True, said)
+# ---------------------------------------------------------------- in the child
 
 
-def product() -> Outcome:
-    count()
-    difference = float(ask("product")[0])
-    return Outcome(
-        difference < 1e-2, f"a matrix product differs from the CPU's by {difference:.1e} of its largest value"
-    )
+def measure_alone(module: str, title: str, path: str, limit_s: str) -> None:
+    """Measure, and write what's known so far after each part. If the parent closes standard input, end the family."""
+    from fsdp_helpers.ranks.server import end_own_children, lead_family
+
+    lead_family(lambda: os.read(0, 1), "")
+    faulthandler.dump_traceback_later(max(1.0, float(limit_s) - 2))  # where it hangs
+    (check,) = [one for one in load(module) if one.title == title]
+    status, numbers = 0, {}
+    try:
+        for name, value in check.measure():
+            numbers[name] = value
+            write(Path(path), json.dumps(numbers))
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end_own_children()
+    os._exit(status)
 
 
-def links() -> Outcome:
-    if (found := count()) < 2:
-        raise Unfit("needs 2 GPUs, but this machine has 1")
-    pairs, all_pairs = int(ask("links")[0]), found * (found - 1)
-    said = f"{pairs} of {all_pairs} pairs of GPUs can access each other's memory"
-    return (
-        Outcome(True, said) if pairs == all_pairs else note(f"{said}; the others go through the host, which is slower")
-    )
+def attempt(measure: Callable[[], Any]) -> Any:
+    """Return what `measure` returns or, if it fails, the end of the traceback, so that other parts can go on."""
+    try:
+        return measure()
+    except Exception:
+        traceback.print_exc()
+        return {"error": traceback.format_exc()[-TAIL:]}
 
 
-def collectives() -> Outcome:
-    from fsdp_helpers.cli.doctor.workers import collectives_on_device, expected_of_collectives
-    from fsdp_helpers.ranks.launch import launch
-
-    found = launch(collectives_on_device, world_size=count(), device="cuda", timeout_s=LIMIT_S, progress=False)
-    right = found == expected_of_collectives("cuda", count())
-    return Outcome(
-        right,
-        "all-reduce, all-gather and reduce-scatter return the right values" if right else f"wrong results: {found}",
-    )
+# ---------------------------------------------------------------- the command line
 
 
-@cache
-def losses() -> dict[str, list[float]]:
-    from fsdp_helpers.cli.doctor.workers import train_in_three_ways
-    from fsdp_helpers.ranks.launch import launch
-
-    return launch(train_in_three_ways, world_size=count(), device="cuda", timeout_s=LIMIT_S, progress=False)[0]
-
-
-def difference_of(one: str, other: str) -> float:
-    return max(abs(a / b - 1) for a, b in zip(losses()[one], losses()[other], strict=True))
-
-
-def fsdp2() -> Outcome:
-    difference = difference_of("fsdp2", "ddp")
-    return Outcome(difference <= SAME, f"losses differ from DDP's by {difference:.1e}; at most {SAME:g} is fine")
-
-
-def bf16() -> Outcome:
-    difference = difference_of("bf16", "fsdp2")
-    said = f"losses differ from fp32's by {difference:.1e}; above 0 and at most {SAME_IN_BF16:g} is fine"
-    return Outcome(0 < difference <= SAME_IN_BF16, said)
-
-
-LOOKS = (
-    Look("GPUs", usable),
-    Look("versions", versions),
-    Look("memory", memory),
-    Look("arithmetic", product),
-    Look("links", links),
-    Look("collectives", collectives),
-    Look("FSDP2", fsdp2),
-    Look("bf16", bf16),
-)
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as a Markdown table to paste into an issue; any | in a cell is escaped."""
-    cells = [("check", "result", "found"), ("---",) * 3, *((row.check, row.result, row.measured) for row in rows)]
-    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in cells]
-
-
-def verdict(rows: Sequence[Row]) -> str:
-    wrong, skipped = ([row.check for row in rows if row.result == result] for result in (FAIL, SKIP))
+def verdict(results: Sequence[Result]) -> str:
+    findings = [finding for result in results for finding in result.findings]
+    wrong, skipped = ([one.what for one in findings if one.result == result] for result in (FAIL, SKIP))
     if wrong:
-        return f"{len(wrong)} of {len(rows)} wrong: {', '.join(wrong)}. Paste this table into an issue."
-    return f"{len(rows) - len(skipped)} of {len(rows)} checks passed, {len(skipped)} skipped."
+        return f"{len(wrong)} of {len(findings)} wrong: {', '.join(wrong)}. Paste this table into an issue."
+    return f"{len(findings) - len(skipped)} of {len(findings)} passed, {len(skipped)} left out."
+
+
+def main(modules: Sequence[str], folder: Path, limit_s: float = 600.0) -> int:
+    """Run the checks, print the table, and return the exit status: 1 if anything is wrong, 2 if there's no GPU."""
+    print(packages(), flush=True)
+    try:
+        count()
+    except Unfit as reason:
+        print(f"fsdp_helpers: {reason}", file=sys.stderr)
+        return 2
+    results = run_checks(modules, folder, limit_s=limit_s, say=lambda line: print(line, flush=True))
+    print(f"\n{verdict(results)}")
+    return int(any(finding.result == FAIL for result in results for finding in result.findings))
