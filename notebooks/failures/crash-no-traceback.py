@@ -9,7 +9,8 @@ the rank under *Root Cause (first observed failure)* and at its exit code: 1 mea
 kill (often because memory ran out), -11 a crash in C++, and -15 torchrun's own SIGTERM after a different rank failed.
 
 **The fix.** Put `@record` (from `torch.distributed.elastic.multiprocessing.errors`) above `main()`. To keep each
-rank's output as well, use `torchrun --log-dir logs --tee 3`.
+rank's output as well, use `torchrun --log-dir logs --tee 3`. (This series' `launch` and `%%ranks` show the traceback
+themselves, in a `RankError`.)
 
 **What you see.** torchrun's report, and what it lacks:
 
@@ -32,6 +33,7 @@ rank's output as well, use `torchrun --log-dir logs --tee 3`.
 - `no error file defined for parent` (torch/distributed/elastic/multiprocessing/errors/error_handler.py)
 - `raise ChildFailedError` (torch/distributed/launcher/api.py)
 - `raise subprocess.CalledProcessError` (accelerate)
+- `RankError: rank` (this series)
 """
 
 import os

@@ -4,7 +4,8 @@
 rank filled on its own, may run in a different order on each rank. Two collectives of the same kind and size are even
 matched with each other, and the numbers are mixed up without an error: [wrong-metric-order](wrong-metric-order.py).
 
-**How to tell.** All ranks wait, each in a different collective. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names both.
+**How to tell.** All ranks wait, each in a different collective. `TORCH_DISTRIBUTED_DEBUG=DETAIL` names both. For any
+hang, [notebook 11](../11_when_it_breaks.ipynb) asks where each rank is, and which collective differs.
 
 **The fix.** Sort the names, so that every rank uses the same order.
 
@@ -22,6 +23,7 @@ matched with each other, and the numbers are mixed up without an error: [wrong-m
 - `is all-gathering parameters for`, `Forward order differs from that of the first iteration`
   (torch/distributed/fsdp/_exec_order_utils.py)
 - `the order of collectives is not same for all ranks` (torch's ProcessGroupNCCL.cpp)
+- `RankTimeout`, `ranks had not finished` (this series)
 """
 
 from datetime import timedelta

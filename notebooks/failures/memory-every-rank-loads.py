@@ -22,7 +22,6 @@ load shards with `dcp.load`.
 - `failed (exitcode: -9) local_rank: 0 (pid: 4242) of binary`, `Signal 9 (SIGKILL) received by PID`,
   `failed (exitcode: -9)`, `Signal 9 (SIGKILL)`, `exitcode : -9`, `died with <Signals.SIGKILL: 9>`, `exit code 137`,
   `Exit Code: 137`, `exit code -9` (a run on the CPU)
-- `CUDA out of memory. Tried to allocate` (torch's CUDACachingAllocator.cpp)
 - `OOMKilled`, `Out of memory: Killed process`, `OutOfMemoryError: Task was killed`, `oom-killer` (Kubernetes, Docker,
   the kernel)
 """

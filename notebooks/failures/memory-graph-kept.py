@@ -18,7 +18,6 @@ evaluation.
   validation, while training fits
 - the loss, outputs or hidden states are accumulated, logged or kept in a list without detach() or item();
   torch.no_grad is missing
-- `CUDA out of memory. Tried to allocate` (torch's CUDACachingAllocator.cpp)
 """
 
 import weakref

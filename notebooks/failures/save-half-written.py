@@ -1,12 +1,13 @@
 """# PytorchStreamReader failed reading zip archive
 
-**Why.** The job was killed while it was overwriting its only checkpoint.
+**Why.** The job was killed while it was overwriting its only checkpoint. The same happens to a file that every rank
+writes, all at once, under one name.
 
 **How to tell.** The file is smaller than the previous checkpoint. If the checkpoint is a
 `torch.distributed.checkpoint` folder, it has no `.metadata` file.
 
-**The fix.** Write to a temporary file, and rename it when it's complete (on the same disk, `os.replace` is atomic).
-Keep the last two checkpoints.
+**The fix.** Write on one rank (or one file per rank), to a temporary file, and rename that when it's complete (on the
+same disk, `os.replace` is atomic). Keep the last two checkpoints.
 
 **What you see.**
 
@@ -16,7 +17,7 @@ Keep the last two checkpoints.
 **Also seen as**
 
 - the checkpoint can't be read after a crash, a preemption or a full disk, but an older one can
-- the file is a Git LFS pointer or an incomplete download instead of the weights
+- every rank writes one file with torch.save; or it's a Git LFS pointer or an incomplete download
 - `PytorchStreamReader failed reading zip archive`
 - `failed finding central directory`, `unexpected pos`, `[enforce fail at inline_container.cc`,
   `invalid header or archive is corrupted`, `unexpected EOF`, `file in archive is not in a subdirectory`,

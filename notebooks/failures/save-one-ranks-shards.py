@@ -25,6 +25,7 @@ later.
   nearly empty; LoRA
 - `size mismatch for`, `copying a param with shape`, `from checkpoint, the shape in current model is`
 - `torch.Size([0]) from checkpoint`, `shape torch.Size([0])` (a run on the CPU)
+- `must be imported to load DTensors` (a run on the CPU: the file was written by `torch.save(model.state_dict(), ...)`)
 - `ignore_mismatched_sizes=True` (transformers)
 """
 
