@@ -25,7 +25,7 @@ OFFLINE = Path(__file__).with_name("offline.py")  # the command line where no mi
 FIXTURES = Path(__file__).with_name("fixtures")  # checkpoints and records of earlier versions
 
 RUN_KEYS = {"config", "data_source", "versions", "device", "world_size", "epochs", "first_step", "step_losses", "ranks"}
-ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished", "gradient_norms", "sample"}
+ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished"}
 EPOCH_KEYS = {
     "epoch",
     "train_loss",

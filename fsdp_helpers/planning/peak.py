@@ -87,7 +87,7 @@ def walk_step(
     parts = min(config.micro_batches, WALKED_PARTS)
     for part in range(parts):
         is_last, before = part == parts - 1, len(ledger.tasks)
-        rank.begin_part(reduces=is_last or config.reduces_every_part, is_last=is_last)
+        rank.begin_part(reduces=is_last or config.reduces_every_part)
         _walk(profile.flat_moments if config.is_sharded and config.api == "fsdp1" else profile.moments, rank, ledger)
         if part == parts - 2:  # all micro-batches between the first and the last are the same
             ledger.repeat(ledger.tasks[before:], config.micro_batches - parts)

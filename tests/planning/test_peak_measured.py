@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import record_function
 from workers_for_tests import train_all
 
-from fsdp_helpers.config import IMAGE_MODELS, TrainConfig
+from fsdp_helpers.config import MODELS, TrainConfig
 from fsdp_helpers.measuring.activations import count_block
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.measuring.rank_of_n import fake_group
@@ -167,7 +167,7 @@ def test_cutting_pays_only_with_images_to_spare():
 # ---------------------------------------------------------------- all of them
 
 
-GRID = [(model, world_size) for world_size in (1, 2, 4) for model in IMAGE_MODELS]
+GRID = [(model, world_size) for world_size in (1, 2, 4) for model in MODELS]
 WAYS = [{"strategy": "ddp"}, *FSDP_RUNS]
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.training.run import train, train_each
 
@@ -32,20 +31,3 @@ def test_what_cannot_work_is_refused_before_a_process_starts(tmp_path):
         train_each(FEW_STEPS, {"resumable": {"checkpoint_dir": str(tmp_path)}}, world_size=2, device="cpu")
     with pytest.raises(ValueError, match="global_batch_size"):
         train_each(FEW_STEPS, {"odd": {"global_batch_size": 7}}, world_size=2, device="cpu")
-
-
-def test_an_export_that_cannot_be_written_is_refused_before_the_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "fsdp_helpers.ranks.launch.Processes", lambda *args, **kwargs: pytest.fail("a rank was started")
-    )
-    (tmp_path / "file").write_text("not a folder")
-    config = TrainConfig(model="llama", strategy="local", export=str(tmp_path / "file" / "model"))
-    message = f"the exported model can't be written to {config.export}: {tmp_path / 'file'} isn't a writable folder"
-    with pytest.raises(CheckpointError, match=message):
-        train(config, device="cpu", progress=False)
-    with pytest.raises(CheckpointError, match=message):
-        train_each(config, {"one": {}}, world_size=1, device="cpu", progress=False)
-    # Root may write anywhere but on a read-only file system, so the answer of one is played here.
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(CheckpointError, match=f"{tmp_path} isn't a writable folder"):
-        train(replace(config, export=str(tmp_path / "new" / "model")), device="cpu", progress=False)

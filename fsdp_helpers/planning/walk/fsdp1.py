@@ -41,7 +41,7 @@ class FlatParameters:
             shards.unit_of(moment.name).name for moment in profile.flat_moments if moment.event == "gradient"
         )
 
-    def begin_part(self, *, reduces: bool, is_last: bool) -> None:
+    def begin_part(self, *, reduces: bool) -> None:
         self._reduces = reduces
         self._backward_runs = False
         self._missing = Counter(self._gradients)

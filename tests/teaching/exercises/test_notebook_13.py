@@ -3,9 +3,9 @@
 import pytest
 import torch
 from builds import BuildTestsOnRanks
+from pretrained import kept_shape
 
 from fsdp_helpers.models.llama import Llama
-from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.teaching.exercises import notebook_13
 
 MEAN_OF_MEANS = (
@@ -116,7 +116,7 @@ class TestAdapters(BuildTestsOnRanks):
 
 
 def test_adapters_of_the_kept_model_are_small_and_start_with_no_change():
-    model = Llama(BYTE_LLAMA)
+    model = Llama(kept_shape())
     numbers = torch.arange(24).view(2, 12)
     right = model(numbers)
     model = notebook_13.add_adapters(model, 8)
@@ -130,7 +130,7 @@ def test_adapters_of_the_kept_model_are_small_and_start_with_no_change():
 
 
 def test_a_second_adapter_freezes_the_first_and_adds_to_it():
-    model = notebook_13.add_adapters(notebook_13.add_adapters(Llama(BYTE_LLAMA), 2), 3, ("second_a", "second_b"))
+    model = notebook_13.add_adapters(notebook_13.add_adapters(Llama(kept_shape()), 2), 3, ("second_a", "second_b"))
     assert {name.rpartition(".")[2] for name, one in model.named_parameters() if one.requires_grad} == {
         "second_a",
         "second_b",
