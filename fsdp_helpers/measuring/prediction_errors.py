@@ -24,7 +24,6 @@ IMAGES = 8  # per rank
 THRESHOLDS = {"deep": 20_000, "vit-mnist": 40_000, "vit-deep": 500_000}
 VARIANTS = {
     "DDP": {"strategy": "ddp"},
-    "FSDP1": {"strategy": "fsdp", "api": "fsdp1"},
     "FSDP2": {"strategy": "fsdp"},
     "auto-wrap": {"strategy": "fsdp-auto-wrap"},
     "checkpointed": {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"},
@@ -123,7 +122,7 @@ def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequen
         when=step.peak.when,
         predicted_bytes=step.peak.bytes,
         peak_bytes=measured.peak_bytes,
-        predicted_state_bytes=own_state(profile, config, ranks, units).total_bytes,
+        predicted_state_bytes=own_state(profile, config, ranks).total_bytes,
         state_bytes=measured.state.total_bytes,
         predicted_sent_bytes=step.sent_bytes,
         sent_bytes=sum(seen.sent_bytes for seen in measured.collectives if seen.op != "broadcast"),

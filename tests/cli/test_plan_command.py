@@ -151,14 +151,13 @@ def planned(*arguments: str) -> Plan:
 def test_every_argument_counts():
     plan = planned(
         *["--model", "vit-b16", "--world-size", "8", "--device-memory-gb", "24", "--images", "3"],
-        *["--strategy", "fsdp", "--api", "fsdp1", "--sharding", "hybrid", "--replicas", "4", "--precision", "bf16"],
+        *["--strategy", "fsdp", "--sharding", "hybrid", "--replicas", "4", "--precision", "bf16"],
         *["--activation-checkpointing", "units"],
         *["--bandwidth-gb-s", "10", "--tflops", "2", "--allowance-gb", "1"],
     )
     assert plan.settings == Settings(
         batch=3,
         strategy="fsdp",
-        api="fsdp1",
         sharding="hybrid",
         replicas=4,
         precision="bf16",
@@ -271,7 +270,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"global_batch": "0"}, "global_batch is 0"),
         ({"global_batch": "1024", "micro_batches": "2"}, "leave out --micro-batches"),
         ({"lora_rank": "8"}, "--lora-rank is only for language models"),
-        ({"lora_rank": "8", "model": "llama-8b", "api": "fsdp1"}, "be planned only with FSDP2"),
+        ({"api": "fsdp1"}, "the planner covers FSDP2 (fully_shard), and api is 'fsdp1'"),
         ({"lora_rank": "0", "model": "llama-8b"}, "lora_rank is 0"),
         ({"device": "v100", "precision": "pure-bf16"}, "doesn't support bf16; use --precision fp16"),
         ({"activation_checkpointing": "some"}, "--activation-checkpointing: invalid choice"),
@@ -284,7 +283,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
         ({"precision": "fp8"}, "--precision: invalid choice: 'fp8'"),
         ({"total": "10"}, "GPU-hours need a rate; name a --device, or give --tflops"),
         ({"sharding": "hybrid", "replicas": "3"}, "use a multiple of 3"),
-        ({"sharding": "none"}, "sharding 'none' exists only in FSDP1"),
+        ({"sharding": "none"}, "--sharding: invalid choice: 'none'"),
         ({"json": "no-such-folder/plan.json"}, "the folder no-such-folder doesn't exist"),
     ],
 )

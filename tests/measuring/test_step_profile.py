@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring import step_profile
-from fsdp_helpers.measuring.step_profile import cast_by_policy, measure_step, predicted_peaks, settle, units_of
+from fsdp_helpers.measuring.step_profile import cast_by_policy, measure_run, measure_step, predicted_peaks, settle, units_of
 from fsdp_helpers.planning.profile import Moment
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
@@ -82,7 +82,7 @@ def test_under_fsdp2s_policy_the_inputs_of_each_unit_are_cast():
     model = nn.Sequential(nn.Linear(64, 128), Widened(), nn.Linear(128, 10))
     with cast_by_policy(model, units=["2"]):
         assert model(torch.ones(4, 64)).dtype == torch.bfloat16
-    with cast_by_policy(model), pytest.raises(RuntimeError, match="dtype"):  # as under FSDP1: the root's alone
+    with cast_by_policy(model), pytest.raises(RuntimeError, match="dtype"):  # the root's alone
         model(torch.ones(4, 64))
 
 
@@ -110,6 +110,12 @@ def test_units_from_settings_alone():
     assert units_of(TrainConfig(model="simple", strategy="fsdp")) == []
 
 
+def test_a_run_is_measured_on_one_micro_batch_of_one_rank():
+    config = TrainConfig(model="vit", strategy="fsdp", global_batch_size=16, micro_batches=2)
+    alone = replace(config, global_batch_size=4, micro_batches=1)
+    assert measure_run(config, world_size=2).moments == measure_run(alone, world_size=1).moments
+
+
 def test_runs_that_differ_only_in_their_shards_share_a_measurement(monkeypatch):
     measured = []
 
@@ -121,7 +127,7 @@ def test_runs_that_differ_only_in_their_shards_share_a_measurement(monkeypatch):
     measure = step_profile.measure_run
     monkeypatch.setattr(step_profile, "measure_run", measure_run)
     config = TrainConfig(model="vit", strategy="fsdp", global_batch_size=8)
-    kinds = {"fsdp": {}, "fsdp1": {"api": "fsdp1"}, "ddp": {"strategy": "ddp"}, "half": {"global_batch_size": 4}}
+    kinds = {"fsdp": {}, "ddp": {"strategy": "ddp"}, "half": {"global_batch_size": 4}}
     kinds["recomputed"] = {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"}
     kinds |= {"bf16": {"precision": "bf16"}, "no dropout": {"dropout": False}}
     runs = {

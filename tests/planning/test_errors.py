@@ -71,7 +71,7 @@ def test_only_what_the_table_lacks_is_measured(kept, tmp_path, monkeypatch):
 def test_all_of_it_measured_again(model, kept):
     """Real ranks are fresh processes: the most at once are four of DeepNet's under DDP, about 11 GB."""
     rows = list(measure_errors(run for run in RUNS if run.model == model))
-    assert len(rows) == 6 * 6
+    assert len(rows) == 5 * 6
     expect_within(rows)
     for row in rows:
         assert row.peak_bytes == pytest.approx(kept[row.run].peak_bytes, rel=0.02), row.run
