@@ -9,7 +9,14 @@ from torch import nn
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring import step_profile
-from fsdp_helpers.measuring.step_profile import cast_by_policy, measure_run, measure_step, predicted_peaks, settle, units_of
+from fsdp_helpers.measuring.step_profile import (
+    cast_by_policy,
+    measure_run,
+    measure_step,
+    predicted_peaks,
+    settle,
+    units_of,
+)
 from fsdp_helpers.planning.profile import Moment
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
