@@ -1,11 +1,9 @@
 """Carry out a run, from settings to record: on ranks started here (`train`), or as a rank started by torchrun."""
 
-import gc
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
@@ -20,8 +18,6 @@ from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.torchrun import Place, read_place
 from fsdp_helpers.training.worker import train_worker
-
-Name = TypeVar("Name", bound=Hashable)
 
 
 def train(
@@ -80,40 +76,6 @@ def _live_view() -> ProgressBar:
     from fsdp_helpers.training.live_view import LiveView  # loads matplotlib, which other runs don't need
 
     return LiveView()
-
-
-def train_each(
-    config: TrainConfig,
-    variants: Mapping[Name, Mapping[str, object]],
-    *,
-    world_size: int,
-    device: str = "auto",
-    progress: bool = True,
-) -> dict[Name, RunRecord]:
-    """Train `config` with each variant's changes, one after another in a single launch; return the records by name.
-
-    The records are the same as from separate calls to `train`, but PyTorch is loaded only once. Raises the same errors
-    as `train`, and ValueError for a variant with a `checkpoint_dir`.
-    """
-    with shown_by_message(ValueError, DataError, CheckpointError):
-        configs = {name: replace(config, **changes) for name, changes in variants.items()}
-        for name, one in configs.items():
-            if one.checkpoint_dir is not None:
-                raise ValueError(f"{name}: train_each can't save checkpoints; leave checkpoint_dir out, or call train")
-            device = _check_ranks(one, world_size, device)
-            prepare_run_data(one)
-    settings = {"world_size": world_size, "device": device, "progress": progress}
-    records = launch(train_one_after_the_other, list(configs.values()), **settings)[0]
-    return dict(zip(configs, records, strict=True))
-
-
-def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
-    """Train each of `configs`. Each model is freed before the next is built, so memory use is as in `train`."""
-    records = []
-    for config in configs:
-        records.append(train_worker(rank, world_size, config))
-        gc.collect()  # a sharded model has reference cycles
-    return records
 
 
 def _check_ranks(config: TrainConfig, world_size: int, device: str) -> str:
