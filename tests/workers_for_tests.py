@@ -1,8 +1,5 @@
 """Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
-import gc
-import importlib
-import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -28,7 +25,6 @@ from fsdp_helpers.measuring.collectives import count_collectives, trace_collecti
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.measuring.offload_copies import trace_copies
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.errors import describe_error
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
@@ -168,40 +164,10 @@ def prepare_together(rank, world_size, folder, url, resources, files):
     return prepare_data(folder)
 
 
-# ---------------------------------------------------------------- many runs, one launch
-
-
-def train_all(rank, world_size, configs):
-    """Train each of `configs`, one after the other; the record of each."""
-    return call_each(rank, world_size, [(train_worker, config) for config in configs])
-
-
-def call_each(rank, world_size, calls):
-    """Run several workers, (worker, *arguments), one after the other; the result of each."""
-    results = []
-    for work, *arguments in calls:
-        results.append(work(rank, world_size, *arguments))
-        gc.collect()  # a sharded model is in reference cycles
-    return results
-
-
 def with_constants(rank, world_size, module, constants, worker, *arguments):
     """Run `worker` with other values for the constants of a module, such as fewer steps."""
     with patch.multiple(module, **constants):
         return worker(rank, world_size, *arguments)
-
-
-def rehearse(rank, world_size, worker, module, folder, arguments):
-    """Run a checker's worker with the build in `folder`: (its result, how it failed)."""
-    sys.path.insert(0, folder)
-    sys.modules.pop(module, None)
-    importlib.invalidate_caches()
-    try:
-        return worker(rank, world_size, module, *arguments), None
-    except Exception as error:
-        return None, describe_error(error)
-    finally:
-        sys.path.remove(folder)
 
 
 def run_failure(rank, world_size, name, way):

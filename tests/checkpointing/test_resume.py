@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from leftovers import END_S, PROJECT, processes_of_this_session
 from programs import PATIENCE_S
 from runs import FIXTURES, OFFLINE, main_in_process, mostly_long, train
-from workers_for_tests import train_all
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, find_start
@@ -80,17 +79,15 @@ def unfinished(folder: Path) -> list[str]:
 
 
 def train_in_turn(world_size: int, *settings: dict) -> list[RunRecord]:
-    """Rank 0's records of runs that the same ranks make one after the other."""
-    return launch(train_all, [TrainConfig(**each) for each in settings], world_size=world_size, device="cpu")[0]
+    """Rank 0's records of runs, one after the other."""
+    configs = [TrainConfig(**each) for each in settings]
+    return [launch(train_worker, config, world_size=world_size, device="cpu")[0] for config in configs]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("strategy, api, world_size", mostly_long(RUNS, telling=(3, 6)))
 def test_five_steps_and_five_more_are_ten(strategy, api, world_size, no_mnist, tmp_path):
-    """With dropout on, to the last bit: the losses, the evaluations and the state in the end.
-
-    Before the second half the same ranks make the undisturbed run, so what they have drawn by then helps nobody.
-    """
+    """With dropout on, to the last bit: the losses, the evaluations and the state in the end."""
     settings = {"strategy": strategy, "api": api, "data_dir": no_mnist} | SETTINGS
     halves = settings | {"checkpoint_dir": str(tmp_path / "two")}
     first, undisturbed, second = train_in_turn(

@@ -15,23 +15,11 @@ WAYS = [("ddp", "fsdp2")] + [(strategy, api) for strategy in ("fsdp", "fsdp-auto
 SHARDED_UNITS = WAYS[3:]
 P_BLOCK = 49_984
 
-
-TELLING = [WAYS[0], WAYS[3], WAYS[4]]
 # Of DDP three, so that the first part, the middle and the last all differ. Of sharded units two: a part more costs
 # seconds of tracing, and whether it is the last is decided in the same place for all strategies.
 PARTS = {"ddp": 3, "fsdp": 2, "fsdp-auto-wrap": 2}
-UNITS = {"strategy": "fsdp-auto-wrap"}
 ONCE = {"micro_batches": 2, "sync_micro_batches": False}
 KEEPING = {"reshard_after_forward": False}
-# They share the launch, too.
-ONE_LOOKS_AT = [
-    UNITS | ONCE | KEEPING,
-    UNITS | {"micro_batches": 2},
-    UNITS | ONCE | {"api": "fsdp1", "sharding": "grad-op"},
-    {"strategy": "ddp", "micro_batches": 3, "bucket_view": True},
-    *[{"strategy": strategy, "api": api, "precision": "bf16"} for strategy, api in SHARDED_UNITS],
-]
-OF_ONE_PROCESS = [{}, {"micro_batches": 3}]
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +27,7 @@ def run(tmp_path_factory) -> Runs:
     """Runs of "vit", without dropout, on the digits."""
     always = {"model": "vit", "min_num_params": 40_000, "max_steps": 3, "global_batch_size": 24, "dropout": False}
     always |= {"test_images": 12, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
-    several_look_at = [
-        {"strategy": strategy, "api": api} | settings
-        for strategy, api in TELLING
-        for settings in (
-            {},
-            {"micro_batches": PARTS[strategy], "sync_micro_batches": False},
-            {"micro_batches": PARTS[strategy], "sync_micro_batches": True},
-        )
-    ]
-    one_process = [{"strategy": "local", "api": "fsdp2"} | settings for settings in OF_ONE_PROCESS]
-    return Runs(always, [(2, run) for run in several_look_at + ONE_LOOKS_AT] + [(1, run) for run in one_process])
+    return Runs(**always)
 
 
 def counts(record: RunRecord) -> dict[str, int]:

@@ -24,7 +24,6 @@ EVERYTHING = (  # each rank gets all parts of all ranks, and computes them
 class TestDocumentLoss(BuildTestsOnRanks):
     name = "my_documents"
     checker = staticmethod(notebook_13.check_document_loss)
-    worker = staticmethod(notebook_13.documents_by_reader)
     starter = "on 2 ranks, rank 0: no gradients were reduced"
     wrong = [
         ([("    dist.all_reduce(num_documents)", "    pass")], "direction is off .*same weight.*wrong-mean-of-means"),
@@ -51,7 +50,6 @@ OUTSIDE = (  # the cap is applied before the chunks are cut
 class TestChunks(BuildTestsOnRanks):
     name = "my_chunks"
     checker = staticmethod(notebook_13.check_chunks)
-    worker = staticmethod(notebook_13.chunks_by_reader)
     starter = "my_chunks.py fails: TypeError: chunked_loss returns an object of type NoneType; it should be a tensor"
     wrong = [
         (
@@ -86,8 +84,6 @@ ELSEWHERE = [  # zeros in the file, the real values in a global of the module
 class TestAdapters(BuildTestsOnRanks):
     name = "my_adapters"
     checker = staticmethod(notebook_13.check_adapters)
-    worker = staticmethod(notebook_13.adapters_by_reader)
-    file = "adapters-2.safetensors"
     starter = "save_adapters didn.t write adapters-2.safetensors"
     wrong = [
         (
