@@ -31,7 +31,6 @@ def setting(
     choices: tuple[str, ...] | None = None,
     at_least_one: bool = False,
     changes_losses: bool = False,
-    placeholder: str | None = None,
     flag: str | None = None,
     factor: float = 1,
 ) -> Any:
@@ -45,7 +44,6 @@ def setting(
         "choices": choices,
         "at_least_one": at_least_one,
         "changes_losses": changes_losses,
-        "placeholder": placeholder,  # stands for the value in --help
         "flag": flag,
         "factor": factor,
     }

@@ -57,7 +57,7 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
     if folder.exists():
         checkpoint_folder.clear_unfinished(folder)
     else:
-        checkpoint_folder.check_new_folder(folder, "checkpoints")
+        checkpoint_folder.check_new_folder(folder)
     start = find_start(config, data_source)
     if start is not None:
         read_index(start[0])  # raises for a damaged one
