@@ -85,8 +85,8 @@ def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint]
 def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, data_source: str) -> None:
     if checkpoint.settings.get("clip_norm") is not None:  # `train` clipped gradients before version 2.3
         raise CheckpointError(
-            f"{path} was saved with clip_norm {checkpoint.settings['clip_norm']}, and `train` no longer clips gradients; "
-            "continue this run with the version that saved it"
+            f"{path} was saved with clip_norm {checkpoint.settings['clip_norm']}, and `train` no longer clips "
+            "gradients; continue this run with the version that saved it"
         )
     for name, now in _settings(config, data_source).items():
         saved = checkpoint.settings.get(name, LOSS_SETTINGS.get(name))  # the checkpoint may be older than the setting

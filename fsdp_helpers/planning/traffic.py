@@ -56,7 +56,7 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
 
 
 def padded_params(shapes: Sequence[Sequence[int]], num_ranks: int) -> int:
-    """Return the number of values in parameters of these shapes, including the rows that FSDP2 adds for equal shards."""
+    """Return the number of values in parameters of these shapes, with the rows that FSDP2 adds for equal shards."""
     return sum(_round_up(shape[0], num_ranks) * prod(shape[1:]) for shape in shapes)
 
 

@@ -1,7 +1,7 @@
 """Three models in five variants on 1 to 1,024 ranks, beside their plans: the record that chapter 09 reads.
 
-`python tests/evidence/planning_errors.py` measures what `notebooks/reference/planning-errors.json` lacks, and updates it
-after each run. DeepNet's runs take by far the most time and memory.
+`python tests/evidence/planning_errors.py` measures what `notebooks/reference/planning-errors.json` lacks, and updates
+it after each run. DeepNet's runs take by far the most time and memory.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Ten models that no rule of the planner was made for, each in three ways on 2 ranks, one on 3; and torch's own tracker.
+"""Ten models that no rule of the planner was made for, each in three ways on 2 ranks, one on 3; torch's own tracker.
 
 `pytest -s tests/planning/test_unseen.py` shows every row.
 """
