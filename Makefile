@@ -6,7 +6,7 @@
 # make test-browser every notebook in JupyterLab, in a browser
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
 # make test-gpu     eight minutes on this machine's GPUs, with any Python that has PyTorch (PYTHON=python3); installs nothing
-# make test-imagined the notebooks and every strategy beside GPUs that do not exist: needs gcc
+# make test-imagined CPU ranks, a notebook and `doctor --gpu` beside GPUs that do not exist: needs gcc
 # make test-tools   install transformers and accelerate beside it, and run what compares 13 and 14 with them
 # make test-tools-long their long evidence: kills, eight ranks, every model on three
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
@@ -203,10 +203,9 @@ test-gpu:
 	@env -u MPLCONFIGDIR -u TORCHINDUCTOR_CACHE_DIR -u HF_HOME PYTHONPATH='$(CURDIR):$(CURDIR)/tests'"$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  $(PYTHON) -m on_gpu
 
-# A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs. One notebook at a
-# time on each worker, whatever its file.
+# A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs.
 test-imagined: $(INSTALLED)
-	$(PYTEST) --dist load -m imagined $(IMAGINED_ARGS) tests/imagined_gpu
+	$(PYTEST) --dist load -m imagined tests/imagined_gpu
 
 # What is skipped where transformers and accelerate are not installed.
 test-tools: $(TOOLS_INSTALLED)

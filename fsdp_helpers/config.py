@@ -8,8 +8,7 @@ import math
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-IMAGE_MODELS = ("shallow", "deep", "simple", "vit", "vit-deep", "vit-mnist")
-MODELS = (*IMAGE_MODELS, "llama")
+MODELS = ("shallow", "deep", "simple", "vit", "vit-deep", "vit-mnist")
 STRATEGIES = ("local", "ddp", "fsdp", "fsdp-auto-wrap", "fsdp-offload")
 APIS = ("fsdp1", "fsdp2")
 SHARDING = ("full", "grad-op", "hybrid", "none")
@@ -32,7 +31,6 @@ def setting(
     choices: tuple[str, ...] | None = None,
     at_least_one: bool = False,
     changes_losses: bool = False,
-    placeholder: str | None = None,
     flag: str | None = None,
     factor: float = 1,
 ) -> Any:
@@ -46,7 +44,6 @@ def setting(
         "choices": choices,
         "at_least_one": at_least_one,
         "changes_losses": changes_losses,
-        "placeholder": placeholder,  # stands for the value in --help
         "flag": flag,
         "factor": factor,
     }
@@ -75,7 +72,6 @@ class TrainConfig:
     reshard_after_forward: bool = setting(
         True, "fsdp2: keep parameters unsharded from forward to backward, as grad-op does"
     )
-    reshard_after_backward: bool = setting(True, "fsdp2: keep parameters unsharded from one micro-batch to the next")
     backward_prefetch: str = setting(
         "pre",
         "fsdp1: all-gather the next unit before (pre) or after (post) computing this one's gradients, or only "
@@ -117,22 +113,8 @@ class TrainConfig:
         "reduce gradients after every part, or only once, after the last; by default, sharded strategies reduce after "
         "every part, so that they never hold full gradients, and ddp reduces once",
     )
-    clip_norm: float | None = setting(
-        None, "scale gradients down if the norm of the model's full gradient exceeds X", changes_losses=True
-    )
     data_dir: str | None = setting(
         None, "folder with MNIST (default: FSDP_DATA_DIR if set, otherwise data/ in the project's root)"
-    )
-    text: str | None = setting(
-        None,
-        "llama: train on the bytes of this text (default: the reference texts included with Python)",
-        placeholder="FILE",
-    )
-    sample: str | None = setting(
-        None, "llama: after training, print how the model continues this text", placeholder="TEXT"
-    )
-    export: str | None = setting(
-        None, "llama: after training, write the model to the new folder DIR, in Hugging Face format"
     )
     checkpoint_dir: str | None = setting(None, "save the run's state in DIR after the last step")
     checkpoint_every: int | None = setting(None, "also save after every N steps", at_least_one=True)
@@ -140,10 +122,6 @@ class TrainConfig:
         None, "keep only the newest N checkpoints; a resumed run does the same", at_least_one=True
     )
     resume: bool = setting(False, "continue from the newest checkpoint, or from the start if there is none")
-
-    @property
-    def learns_text(self) -> bool:
-        return self.model not in IMAGE_MODELS
 
     @property
     def reduces_every_part(self) -> bool:
@@ -158,11 +136,6 @@ class TrainConfig:
         return self.is_sharded and self.sharding != "none" and not on_host
 
     @property
-    def item(self) -> str:
-        """Return the name of one item of a batch: "image" or "sequence"."""
-        return "sequence" if self.learns_text else "image"
-
-    @property
     def is_sharded(self) -> bool:
         return is_sharded(self.strategy)
 
@@ -171,14 +144,10 @@ class TrainConfig:
             _check_by_itself(one, getattr(self, one.name))
         if self.min_num_params < 0:
             raise ValueError(f"min_num_params is {self.min_num_params}; it must be 0 or more")
-        for name in ("text", "sample", "export", "checkpoint_dir"):
-            if getattr(self, name) == "":
-                raise ValueError(
-                    f"{name} is empty, perhaps because a shell variable isn't set; give a value, or leave it out"
-                )
-        for name in ("text", "sample", "export"):
-            if getattr(self, name) is not None and not self.learns_text:
-                raise ValueError(f"{name} is only for model 'llama', but model is {self.model!r}; leave it out")
+        if self.checkpoint_dir == "":
+            raise ValueError(
+                "checkpoint_dir is empty, perhaps because a shell variable isn't set; give a value, or leave it out"
+            )
         self._check_api()
         self._check_resharding()
         self._check_levers()
@@ -206,18 +175,16 @@ class TrainConfig:
             )
 
     def _check_resharding(self) -> None:
-        kept = [name for name in ("reshard_after_forward", "reshard_after_backward") if not getattr(self, name)]
-        if kept and not self.is_sharded:
-            raise ValueError(f"{kept[0]} is an FSDP2 setting, but strategy is {self.strategy!r}; leave it out")
-        if kept and self.api == "fsdp1":
+        if self.reshard_after_forward:
+            return
+        if not self.is_sharded:
             raise ValueError(
-                f"{kept[0]} is an FSDP2 setting; in FSDP1, sharding 'grad-op' keeps parameters unsharded until the "
-                "last backward pass"
+                f"reshard_after_forward is an FSDP2 setting, but strategy is {self.strategy!r}; leave it out"
             )
-        if not self.reshard_after_backward and self.micro_batches == 1:
+        if self.api == "fsdp1":
             raise ValueError(
-                "without reshard_after_backward, parameters stay unsharded from one micro-batch to the next, but "
-                "micro_batches is 1; use 2 or more"
+                "reshard_after_forward is an FSDP2 setting; in FSDP1, sharding 'grad-op' keeps parameters unsharded "
+                "until the last backward pass"
             )
 
     def _check_levers(self) -> None:
@@ -233,8 +200,6 @@ class TrainConfig:
                 "FSDP1 can't accumulate gradients that it has moved to the host: with CPU offload, leave out "
                 "sync_micro_batches, or use api 'fsdp2'"
             )
-        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
-            raise ValueError(f"clip_norm is {self.clip_norm}; it must be a number above zero")
 
     def check_device(self, device: str) -> None:
         """Raise ValueError if this configuration can't run on `device` ("cpu" or "cuda")."""
@@ -260,13 +225,13 @@ class TrainConfig:
         if self.global_batch_size % world_size:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} isn't divisible by world_size {world_size}: "
-                f"{self.global_batch_size % world_size} {self.item}(s) would be left over; "
+                f"{self.global_batch_size % world_size} image(s) would be left over; "
                 f"use {self._batch_sizes_nearby(world_size)}"
             )
         images_per_rank = self.global_batch_size // world_size
         if images_per_rank % self.micro_batches:
             raise ValueError(
-                f"a rank's {images_per_rank} {self.item}s (global_batch_size {self.global_batch_size} / world_size "
+                f"a rank's {images_per_rank} images (global_batch_size {self.global_batch_size} / world_size "
                 f"{world_size}) aren't divisible by micro_batches {self.micro_batches}: "
                 f"{images_per_rank % self.micro_batches} would be left over; use a divisor of {images_per_rank}"
             )
@@ -291,8 +256,8 @@ class TrainConfig:
         used = self.train_images or train_images
         if used < self.global_batch_size:
             raise ValueError(
-                f"{used} training {self.item}s don't fill one global batch of {self.global_batch_size}; "
-                f"use a smaller global_batch_size or more training {self.item}s"
+                f"{used} training images don't fill one global batch of {self.global_batch_size}; "
+                "use a smaller global_batch_size or more training images"
             )
 
 

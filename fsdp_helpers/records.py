@@ -127,7 +127,7 @@ class EpochRecord:
     test_accuracy: float  # fraction, 0 to 1
     test_correct: int
     test_images: int  # for a text, the number of bytes that were predicted
-    train_images: int  # for a text, the number of sequences
+    train_images: int
     seconds: float  # training only
     images_per_s: float | None
 
@@ -157,10 +157,8 @@ class RunRecord:
     epochs: tuple[EpochRecord, ...]
     first_step: int  # steps already taken when a resumed run began; 0 for a run from the start
     step_losses: tuple[float, ...]  # mean over the global batch, one per step of this process
-    gradient_norms: tuple[float, ...] = ()  # before clipping, one per step; empty if clip_norm isn't set
     step_seconds: tuple[float, ...]  # rank 0's, one per step
     ranks: tuple[RankRecord, ...]
-    sample: str | None = None  # the text that a language model generates after training, prompt included
     traces: tuple[StepTrace, ...] = ()  # one per rank; empty for a run of a single step
 
     def largest_difference(self, other: "RunRecord | Sequence[float]") -> float:
@@ -176,7 +174,7 @@ class RunRecord:
         done, config = self.first_step + len(self.step_losses), self.config
         if config.max_steps is not None and done < config.max_steps:
             return (
-                f"ended after {done} of {config.max_steps} steps: the {config.item}s of {config.epochs} "
+                f"ended after {done} of {config.max_steps} steps: the images of {config.epochs} "
                 "epoch(s) are used up; raise --epochs"
             )
         if not self.step_losses:

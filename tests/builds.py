@@ -11,10 +11,7 @@ from typing import NamedTuple
 import nbformat
 import pytest
 from leftovers import PROJECT
-from workers_for_tests import call_each, rehearse
 
-from fsdp_helpers.ranks.launch import RankError, launch
-from fsdp_helpers.teaching.exercises import on_ranks
 from fsdp_helpers.teaching.exercises.answers import NotYet
 
 SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
@@ -109,48 +106,9 @@ class BuildTests:
 
 
 class BuildTestsOnRanks(BuildTests):
-    """Tests of a build exercise that is run on ranks: 2 here, 3 with the long evidence.
-
-    A launch for each wrong build would take a minute in all. So two real ranks run all of them, one after the other,
-    in one launch, and the checker is told what it would have seen in a launch of its own. The folded solution, and
-    wrong builds that end one rank alone or leave it waiting (`alone`), are launched by the checker itself.
-    """
+    """Tests of a build exercise that is run on ranks: 2 here, 3 with the long evidence."""
 
     settings = ON_TWO_RANKS
-    worker: Callable  # the checker's, which ranks run
-    alone: tuple[str, ...] = ()  # what is said of the builds that do not end alike on all ranks
-    file: str | None = None  # what the checker's worker gets beside the module: a path in a folder of its own
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rehearsed(cls, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple]]:
-        """What each rank came to, by the build's code."""
-        codes = [EXERCISES[cls.name].starter]
-        codes += [cls.changed(*changes) for changes, message in cls.wrong if message not in cls.alone]
-        folders = [tmp_path_factory.mktemp(cls.name) for _ in codes]
-        for code, folder in zip(codes, folders, strict=True):
-            (folder / f"{cls.name}.py").write_text(code)
-        files = [() if cls.file is None else (str(folder / cls.file),) for folder in folders]
-        builds = [
-            (rehearse, cls.worker, cls.name, str(folder), given) for folder, given in zip(folders, files, strict=True)
-        ]
-        found = launch(call_each, builds, world_size=2, device="cpu", progress=False)
-        return dict(zip(codes, zip(*found, strict=True), strict=True))
-
-    @pytest.fixture(autouse=True)
-    def checker_is_told_of_the_rehearsal(self, rehearsed, tmp_path, monkeypatch) -> None:
-        """Of a build that was rehearsed, the checker's launch on two ranks returns, or raises, what was seen then."""
-
-        def launch_or_tell(asked: Callable, *arguments: object, world_size: int, **settings: object) -> list:
-            code = (tmp_path / f"{self.name}.py").read_text()
-            if code not in rehearsed or (asked, world_size) != (self.worker, 2):
-                return launch(asked, *arguments, world_size=world_size, **settings)
-            for rank, (_, failure) in enumerate(rehearsed[code]):
-                if failure is not None:
-                    raise RankError(rank, world_size, *failure)
-            return [result for result, _ in rehearsed[code]]
-
-        monkeypatch.setattr(on_ranks, "launch", launch_or_tell)
 
     @pytest.mark.long
     def test_the_folded_solution_is_accepted_on_three_ranks_too(self, write):

@@ -4,7 +4,6 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 
 import pytest
-from workers_for_tests import train_all
 
 from fsdp_helpers import __main__ as command_line
 from fsdp_helpers.config import TrainConfig
@@ -25,7 +24,7 @@ OFFLINE = Path(__file__).with_name("offline.py")  # the command line where no mi
 FIXTURES = Path(__file__).with_name("fixtures")  # checkpoints and records of earlier versions
 
 RUN_KEYS = {"config", "data_source", "versions", "device", "world_size", "epochs", "first_step", "step_losses", "ranks"}
-ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished", "gradient_norms", "sample"}
+ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished"}
 EPOCH_KEYS = {
     "epoch",
     "train_loss",
@@ -64,28 +63,19 @@ def train(strategy: str, world_size: int, **settings):
 
 
 class Runs:
-    """Runs of `train_worker`, each made once, however many tests look at it.
+    """Runs of `train_worker`, each made once, however many tests look at it."""
 
-    `planned` runs, (number of ranks, settings), share a launch with all that have as many ranks; any other has its own.
-    """
-
-    def __init__(self, always: dict, planned: Iterable[tuple[int, dict]]) -> None:
+    def __init__(self, **always) -> None:
         self._always = always
-        self._planned = [(world_size, TrainConfig(**always | settings)) for world_size, settings in planned]
         self._records: dict[tuple[int, TrainConfig], RunRecord] = {}
 
     def __call__(self, strategy: str, api: str = "fsdp2", world_size: int = 2, **settings) -> RunRecord:
-        which = (world_size, TrainConfig(**self._always | {"strategy": strategy, "api": api} | settings))
-        if which not in self._records:
-            together = [config for ranks, config in self._planned if ranks == world_size]
-            self._make(world_size, together if which in self._planned else [which[1]])
-        return self._records[which]
-
-    def _make(self, world_size: int, configs: list[TrainConfig]) -> None:
-        found = launch(train_all, configs, world_size=world_size, device="cpu")
-        for config, *records in zip(configs, *found, strict=True):
+        config = TrainConfig(**self._always | {"strategy": strategy, "api": api} | settings)
+        if (world_size, config) not in self._records:
+            records = launch(train_worker, config, world_size=world_size, device="cpu")
             assert all(record == records[0] for record in records)  # every rank reports the same
             self._records[world_size, config] = records[0]
+        return self._records[world_size, config]
 
 
 def main_in_process(*arguments) -> int:

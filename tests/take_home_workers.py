@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction
+from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.recompute import is_checkpointed
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, unit_names
 
@@ -95,7 +95,7 @@ def units_and_settings(script: ModuleType, arguments: tuple) -> tuple[list[str],
     return unit_names(made[-1]), settings
 
 
-def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) -> list[float]:
+def train_as_package(rank, world_size, name, config: TrainConfig, steps: int, max_norm: float | None) -> list[float]:
     """Mean losses over the global batch, one per step, of the script's model under the package's strategy."""
     script, device = load_script(name), rank_device()
     model = APPLY_STRATEGY[config.strategy](script.build_model(), device, config)
@@ -116,8 +116,8 @@ def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) ->
             else:
                 loss.backward()
             total += loss.detach()
-        if config.clip_norm is not None:
-            clip_gradients(model, config.clip_norm)
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         if dist.is_initialized():
             dist.all_reduce(total)

@@ -99,7 +99,7 @@ def test_a_notebook_says_what_starts_then_what_runs_then_how_long_it_took(page):
 def test_a_bar_replaces_what_was_starting_and_stays(page):
     bar = ProgressBar()
     bar.start("work, 2 ranks on cpu")
-    for done in (0, 1, 2, 0, 1, 2):  # two trainings with one title, as those of `train_each`
+    for done in (0, 1, 2, 0, 1, 2):  # two trainings with one title
         bar.update(Report(done, 2, "shallow, fsdp", "loss 1.0"))
         bar.update(Report(done, 2, "shallow, fsdp", "loss 2.0"), rank=1)
     bar.close()

@@ -1,9 +1,5 @@
 """Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
-import gc
-import importlib
-import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,28 +9,22 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
-from pretrained import load_hugging_face
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import MNIST
 
 from fsdp_helpers.checkpointing import checkpoint, resume
-from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data import source
 from fsdp_helpers.data.source import prepare_data
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.measuring.offload_copies import trace_copies
-from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama
-from fsdp_helpers.ranks.errors import describe_error
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
 from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
@@ -174,63 +164,10 @@ def prepare_together(rank, world_size, folder, url, resources, files):
     return prepare_data(folder)
 
 
-# ---------------------------------------------------------------- many runs, one launch
-
-
-def train_all(rank, world_size, configs):
-    """Train each of `configs`, one after the other; the record of each."""
-    return call_each(rank, world_size, [(train_worker, config) for config in configs])
-
-
-def call_each(rank, world_size, calls):
-    """Run several workers, (worker, *arguments), one after the other; the result of each."""
-    results = []
-    for work, *arguments in calls:
-        results.append(work(rank, world_size, *arguments))
-        gc.collect()  # a sharded model is in reference cycles
-    return results
-
-
 def with_constants(rank, world_size, module, constants, worker, *arguments):
     """Run `worker` with other values for the constants of a module, such as fewer steps."""
     with patch.multiple(module, **constants):
         return worker(rank, world_size, *arguments)
-
-
-def rehearse(rank, world_size, worker, module, folder, arguments):
-    """Run a checker's worker with the build in `folder`: (its result, how it failed)."""
-    sys.path.insert(0, folder)
-    sys.modules.pop(module, None)
-    importlib.invalidate_caches()
-    try:
-        return worker(rank, world_size, module, *arguments), None
-    except Exception as error:
-        return None, describe_error(error)
-    finally:
-        sys.path.remove(folder)
-
-
-def load_llama(rank, world_size, folder):
-    """Start a sharded Llama on meta and read it from `folder`: tensors that differ from a plain one, and own values."""
-    with torch.device("meta"):
-        model = Llama(BYTE_LLAMA)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh).to_empty(device="cpu")
-    load_hugging_face(model, folder)
-    plain = Llama(BYTE_LLAMA)
-    load_hugging_face(plain, folder)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    differing = [name for name, value in plain.state_dict().items() if not torch.equal(whole[name], value)]
-    return differing, sum(parameter.to_local().numel() for parameter in model.parameters())
-
-
-def export_in_vain(rank, world_size, folder, method):
-    """This rank's error from an export in which a method of rank 0's paths fails."""
-    failing = patch.object(Path, method, side_effect=OSError("no space left")) if rank == 0 else nullcontext()
-    with failing:
-        return message_of(lambda: save_hugging_face(Llama(BYTE_LLAMA), folder, config_of_llama(BYTE_LLAMA)))
 
 
 def run_failure(rank, world_size, name, way):

@@ -139,11 +139,11 @@ def _removal_of(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} can't be removed ({error.strerror or error}); delete it by hand") from error
 
 
-def check_new_folder(folder: Path, what: str) -> None:
-    """Raise CheckpointError unless `folder`, which doesn't exist yet, can be created for `what`."""
+def check_new_folder(folder: Path) -> None:
+    """Raise CheckpointError unless `folder`, which doesn't exist yet, can be created."""
     existing = next(parent for parent in folder.absolute().parents if parent.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise CheckpointError(f"{what} can't be written to {folder}: {existing} isn't a writable folder")
+        raise CheckpointError(f"checkpoints can't be written to {folder}: {existing} isn't a writable folder")
 
 
 def clear_unfinished(folder: Path) -> None:

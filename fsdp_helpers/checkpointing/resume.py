@@ -57,7 +57,7 @@ def check_checkpoints(config: TrainConfig, data_source: str) -> None:
     if folder.exists():
         checkpoint_folder.clear_unfinished(folder)
     else:
-        checkpoint_folder.check_new_folder(folder, "checkpoints")
+        checkpoint_folder.check_new_folder(folder)
     start = find_start(config, data_source)
     if start is not None:
         read_index(start[0])  # raises for a damaged one
@@ -83,6 +83,11 @@ def find_start(config: TrainConfig, data_source: str) -> tuple[Path, Checkpoint]
 
 
 def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, data_source: str) -> None:
+    if checkpoint.settings.get("clip_norm") is not None:  # `train` clipped gradients before version 2.3
+        raise CheckpointError(
+            f"{path} was saved with clip_norm {checkpoint.settings['clip_norm']}, and `train` no longer clips "
+            "gradients; continue this run with the version that saved it"
+        )
     for name, now in _settings(config, data_source).items():
         saved = checkpoint.settings.get(name, LOSS_SETTINGS.get(name))  # the checkpoint may be older than the setting
         if saved != now:

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, write_json
-from fsdp_helpers.config import IMAGE_MODELS, TrainConfig
+from fsdp_helpers.config import MODELS, TrainConfig
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 TWICE = 220  # pixels per inch, for high-resolution screens
@@ -16,7 +16,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",
         nargs="+",
-        choices=IMAGE_MODELS,
+        choices=MODELS,
         default=["shallow", "deep"],
         help="models to run (default: shallow deep)",
     )

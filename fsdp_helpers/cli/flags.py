@@ -20,7 +20,6 @@ class Flag:
     kind: type  # the value's type; bool for a switch, which takes no value
     choices: tuple[str, ...] | None = None
     default: object = None
-    placeholder: str | None = None
     meaning: str
     flag: str | None = None  # its name, if it differs from the setting's
     factor: float = 1  # the setting is the value times this, for example to turn GB into bytes
@@ -33,7 +32,7 @@ class Flag:
     @property
     def value(self) -> str:
         """Return the placeholder for the value in the help text; "" for a switch."""
-        return f"{{{','.join(self.choices)}}}" if self.choices else self.placeholder or VALUE_NAMES[self.kind]
+        return f"{{{','.join(self.choices)}}}" if self.choices else VALUE_NAMES[self.kind]
 
     def argument(self) -> dict[str, Any]:
         """Return the keyword arguments for argparse; a switch that may be on, off or unset gets two names."""
@@ -70,7 +69,7 @@ def flags(settings: type = TrainConfig) -> Iterator[Flag]:
     for one in fields(settings):
         if "meaning" in one.metadata:
             (kind,) = [kind for kind in get_args(one.type) or (one.type,) if kind is not NoneType]
-            names = ("choices", "placeholder", "meaning", "flag", "factor")
+            names = ("choices", "meaning", "flag", "factor")
             known = {name: one.metadata[name] for name in names}
             yield Flag(setting=one.name, kind=kind, default=one.default, **known)
 

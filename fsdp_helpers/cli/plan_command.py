@@ -1,6 +1,6 @@
 """`python -m fsdp_helpers plan`: its arguments, table and sentences. No torch import.
 
-The flags for training and for the cluster come from `Settings` and `Cluster`; the flags for shapes are defined here.
+The flags for training and for the cluster come from `Settings` and `Cluster`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from fsdp_helpers.cli.flags import Flag, add_flags, flags, given_settings
 from fsdp_helpers.cli.printing import write_json
 from fsdp_helpers.config import require_whole
-from fsdp_helpers.models.shapes import LLAMA_SHAPES, LlamaShape, ViTShape
+from fsdp_helpers.models.shapes import LLAMA_SHAPES
 from fsdp_helpers.planning.advice import CHAPTER, changes_until_it_fits, fastest, held_back, sentence
 from fsdp_helpers.planning.cluster import Cluster
 from fsdp_helpers.planning.costs import (
@@ -28,7 +28,7 @@ from fsdp_helpers.planning.costs import (
 )
 from fsdp_helpers.planning.devices import TYPICAL_RANGE, named_device
 from fsdp_helpers.planning.hugging_face import read_config
-from fsdp_helpers.planning.models import NAMED_MODELS, Subject, llama_subject, named_subject, vit_subject
+from fsdp_helpers.planning.models import NAMED_MODELS, Subject, llama_subject, named_subject
 from fsdp_helpers.planning.optimizers import OPTIMIZERS
 from fsdp_helpers.planning.plan import Plan, Settings, make_plan
 from fsdp_helpers.planning.step_time import LAUNCH_BOUND_S
@@ -39,23 +39,6 @@ DAY_S = DAY_HOURS * HOUR_S
 DEFAULT_BATCH = {"image": 8, "token": 8192}  # items per rank in one forward and backward
 # Llama 3 405B was trained with 4 to 16 million tokens per step, DeepSeek-V3 with 12.6 to 62.9. Few runs exceed 16.
 LARGE_STEP = 16e6
-LLAMA_FLAGS = {  # flag -> field, meaning
-    "width": ("width", "model width: the size of a token's hidden vector"),
-    "depth": ("depth", "number of blocks"),
-    "heads": ("num_heads", "number of attention heads"),
-    "kv-heads": ("num_kv_heads", "number of key/value heads (default: the same as --heads)"),
-    "mlp-width": ("mlp_width", "width of a block's hidden layer"),
-    "vocabulary": ("vocabulary", "number of tokens in the vocabulary, for --llama"),
-}
-VIT_FLAGS = {
-    "image-size": ("image_size", "height and width of an image in pixels, for --vit (default: 224)"),
-    "patch-size": ("patch_size", "height and width of a patch in pixels, for --vit (default: 16)"),
-    "classes": ("num_classes", "number of classes, for --vit (default: 1000)"),
-}
-SHAPE_FLAGS = tuple(
-    Flag(setting=flag.replace("-", "_"), kind=int, meaning=meaning)
-    for flag, (_, meaning) in (LLAMA_FLAGS | VIT_FLAGS).items()
-)
 TRAINING_FLAGS = tuple(flags(Settings))
 CLUSTER_FLAGS = tuple(
     replace(row, kind=float if row.kind is not str and row.setting != "ranks_per_node" else row.kind, default=None)
@@ -108,10 +91,6 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the config.json of a Hugging Face model: a Llama, or most models derived from it",
     )
-    kind.add_argument("--llama", action="store_true", help="a Llama-like model with the shape given below")
-    kind.add_argument("--vit", action="store_true", help="a vision transformer with the shape given below")
-    add_flags(group, SHAPE_FLAGS)
-    group.add_argument("--tied", action="store_true", help="tie the head to the embedding, for --llama")
     group.add_argument("--context", type=int, metavar="N", help="tokens per sequence")
     group.add_argument(
         "--lora-rank",
@@ -175,8 +154,8 @@ def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
 
 
 def read_subject(options: argparse.Namespace) -> Subject:
-    """Return the model that the arguments specify by name, by config file or by shape."""
-    if options.vit or options.model and options.model not in LLAMA_SHAPES:
+    """Return the model that the arguments specify by name or by config file."""
+    if options.model and options.model not in LLAMA_SHAPES:
         for flag, given in {
             "context": options.context,
             "loss-chunks": options.loss_chunks > 1,
@@ -184,19 +163,8 @@ def read_subject(options: argparse.Namespace) -> Subject:
         }.items():
             if given:
                 raise ValueError(f"--{flag} is only for language models; leave it out")
-    if options.vit:
-        return vit_subject("vit", _vit_shape(options))
-    name, shape = None, None
-    if options.config:
-        name, shape = read_config(options.config)
-    elif options.llama:
-        name, shape = "llama", _llama_shape(options)
-    elif options.model in LLAMA_SHAPES:
-        name, shape = options.model, LLAMA_SHAPES[options.model]
-    if not options.llama:
-        _refuse(options, [*LLAMA_FLAGS, *VIT_FLAGS, "tied"], "--llama or --vit")
-    if shape is None:
         return named_subject(options.model)
+    name, shape = read_config(options.config) if options.config else (options.model, LLAMA_SHAPES[options.model])
     if options.context is not None:
         require_whole("context", options.context)
         if shape.positions and options.context > shape.positions:
@@ -205,48 +173,6 @@ def read_subject(options: argparse.Namespace) -> Subject:
     if options.lora_rank is not None:
         require_whole("lora_rank", options.lora_rank)
     return llama_subject(name, shape, lora_rank=options.lora_rank or 0)
-
-
-def _refuse(options: argparse.Namespace, names: list[str], belongs_to: str) -> None:
-    for flag in names:
-        given = getattr(options, flag.replace("-", "_"))
-        if given is not None and given is not False:
-            raise ValueError(f"--{flag} works only with {belongs_to}; leave it out")
-
-
-def _shape_values(options: argparse.Namespace, names: dict, defaults: dict) -> dict:
-    """Return the shape's fields and their values. Raises ValueError if a value is missing or isn't a valid size."""
-    values = {}
-    for flag, (field, _) in names.items():
-        value = getattr(options, flag.replace("-", "_"))
-        value = defaults.get(field) if value is None else value
-        if value is None:
-            raise ValueError(f"--{flag} is missing; the shape needs {', '.join(f'--{name}' for name in names)}")
-        require_whole(flag, value)
-        values[field] = value
-    if values["width"] % values["num_heads"]:
-        raise ValueError(f"a width of {values['width']} isn't divisible by {values['num_heads']} heads")
-    return values
-
-
-def _llama_shape(options: argparse.Namespace) -> LlamaShape:
-    _refuse(options, [*VIT_FLAGS], "--vit")
-    values = _shape_values(options, LLAMA_FLAGS, {"num_kv_heads": options.heads})
-    if values["num_heads"] % values["num_kv_heads"]:
-        raise ValueError(f"{values['num_heads']} heads aren't divisible by {values['num_kv_heads']} kv-heads")
-    return LlamaShape(**values, tied=options.tied)
-
-
-def _vit_shape(options: argparse.Namespace) -> ViTShape:
-    _refuse(options, ["kv-heads", "vocabulary", "tied"], "--llama")
-    names = {name: field for name, field in LLAMA_FLAGS.items() if name not in ("kv-heads", "vocabulary")}
-    usual = {"image_size": 224, "patch_size": 16, "num_classes": 1000}
-    values = _shape_values(options, names | VIT_FLAGS, usual)
-    if values["image_size"] % values["patch_size"]:
-        raise ValueError(
-            f"an image of {values['image_size']} pixels can't be divided into patches of {values['patch_size']} pixels"
-        )
-    return ViTShape(**values, channels=3, class_token=True)
 
 
 def read_cluster(options: argparse.Namespace, world_size: int | None = None) -> Cluster:
@@ -477,10 +403,8 @@ def command_of(options: argparse.Namespace, plan: Plan) -> list[str]:
     words = ["python", "-m", "fsdp_helpers", "plan"]
     for name in ("model", "config"):
         words += [f"--{name}", str(getattr(options, name))] if getattr(options, name) else []
-    words += [f"--{name}" for name in ("llama", "vit", "tied") if getattr(options, name)]
-    others = Flag(setting="context", kind=int, meaning=""), Flag(setting="lora_rank", kind=int, meaning="")
-    for row in (*SHAPE_FLAGS, *others):
-        words += row.words(getattr(options, row.setting))
+    for name in ("context", "lora_rank"):
+        words += Flag(setting=name, kind=int, meaning="").words(getattr(options, name))
     words += ["--world-size", str(plan.cluster.world_size)]
     given = given_settings(vars(options), CLUSTER_FLAGS)
     for row in CLUSTER_FLAGS:

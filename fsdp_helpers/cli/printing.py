@@ -43,22 +43,20 @@ def print_summary(record: RunRecord) -> None:
     config = record.config
     print(
         f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "
-        f"data: {record.data_source}, {len(record.step_losses)} steps of {config.global_batch_size} {config.item}s"
+        f"data: {record.data_source}, {len(record.step_losses)} steps of {config.global_batch_size} images"
         + (f", after the first {record.first_step} of an earlier run" if record.first_step else "")
     )
     if record.why_no_more_steps:
         print(record.why_no_more_steps)
     for epoch in record.epochs:
         trained = f"train loss {epoch.train_loss:.4f}, " if epoch.train_images else ""
-        speed = f", {epoch.seconds:.1f} s, {epoch.images_per_s:,.0f} {config.item}s/s" if epoch.train_images else ""
+        speed = f", {epoch.seconds:.1f} s, {epoch.images_per_s:,.0f} images/s" if epoch.train_images else ""
         print(
             f"epoch {epoch.epoch}: {trained}test loss {epoch.test_loss:.4f}, "
             f"accuracy {epoch.test_accuracy:.2%} ({epoch.test_correct} of {epoch.test_images}){speed}"
         )
     for rank in record.ranks:
         print(f"rank {rank.rank}: " + _describe_memory(rank))
-    if record.sample is not None:
-        print(record.sample)
 
 
 def _describe_memory(rank: RankRecord) -> str:

@@ -68,8 +68,6 @@ def prepare_data(data_dir: str | os.PathLike | None = None) -> str:
 
 def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> str:
     """Return a sentence saying which data is used and, for the digits, how to get MNIST."""
-    if source.startswith("text "):
-        return f"Data: a {source} (the beginning of its SHA-256), as bytes."
     if source == "mnist":
         return "Data: MNIST, 60,000 training and 10,000 test images."
     if offline():

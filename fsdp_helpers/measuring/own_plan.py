@@ -24,14 +24,13 @@ from fsdp_helpers.measuring.step_profile import StepMarks, cast_inputs, cast_par
 from fsdp_helpers.planning.advice import verdict
 from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
-from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
+from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.progress import timed
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.sharding.recompute import checkpoint_activations
 
 PURE = "pure-bf16"  # everything is in bf16, including the batch and the buffers
 LossOf = Callable[[nn.Module, Any], Tensor]
-Flat = tuple[str, ...] | None  # the units whose parameters FSDP1 flattens
 Classes = type[nn.Module] | tuple[type[nn.Module], ...]
 
 
@@ -108,13 +107,13 @@ def measured_subject(
         return built
 
     @cache
-    def profile_of(samples: int, precision: str, activation_checkpointing: str, flat: Flat = None) -> StepProfile:
+    def profile_of(samples: int, precision: str, activation_checkpointing: str) -> StepProfile:
         part = first_samples(batch, samples, _dtype(precision))
         built = build(precision, activation_checkpointing)
         if fake:
-            return fake_step(built, part, loss_of, units, precision, flat)
+            return fake_step(built, part, loss_of, units, precision)
         loss_in = with_autocast(loss_of, device) if precision == "autocast" else loss_of
-        return measure_step(built, lambda: loss_in(built, part), units, flat_units=flat, precision=precision)
+        return measure_step(built, lambda: loss_in(built, part), units, precision=precision)
 
     @cache
     def flops_of(samples: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -182,30 +181,24 @@ def fake_step(
     loss_of: LossOf,
     units: tuple[str, ...],
     precision: str,
-    flat_units: Flat = None,
 ) -> StepProfile:
     """Return a step profile for a model that has no values, as `measure_step` does, but with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     with fake_tensors() as mode, needs_no_values(type(model).__name__):
         made_fake(model, mode, _dtype(precision))
         part = fake_batch(batch, mode)
-        cast_inside = units if flat_units is None else ()
         if precision == "bf16":
             cast_parameters(model)
-
-        def measure() -> tuple[Moment, ...]:
-            policy = cast_inputs(model, cast_inside) if precision == "bf16" else nullcontext()
-            trace = FakeTrace()
-            marks = StepMarks(units, trace.mark)
-            trace.know(model, part)
-            with trace, fused_kernels(), policy, marks.noted(model):
-                with casts:
-                    loss = loss_of(model, part)
-                loss.backward()
-            model.zero_grad()
-            return marks.moments(trace.between_marks())
-
-        return profile_from(model, measure, flat_units)
+        policy = cast_inputs(model, units) if precision == "bf16" else nullcontext()
+        trace = FakeTrace()
+        marks = StepMarks(units, trace.mark)
+        trace.know(model, part)
+        with trace, fused_kernels(), policy, marks.noted(model):
+            with casts:
+                loss = loss_of(model, part)
+            loss.backward()
+        model.zero_grad()
+        return profile_from(model, marks.moments(trace.between_marks()))
 
 
 @contextmanager

@@ -3,13 +3,10 @@
 import gc
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.rank_of_n import RankOfN, measure_rank_of_n, measure_this_rank
@@ -24,13 +21,11 @@ IMAGES = 8  # per rank
 THRESHOLDS = {"deep": 20_000, "vit-mnist": 40_000, "vit-deep": 500_000}
 VARIANTS = {
     "DDP": {"strategy": "ddp"},
-    "FSDP1": {"strategy": "fsdp", "api": "fsdp1"},
     "FSDP2": {"strategy": "fsdp"},
     "auto-wrap": {"strategy": "fsdp-auto-wrap"},
     "checkpointed": {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"},
     "bf16": {"strategy": "fsdp-auto-wrap", "precision": "bf16"},
 }
-REAL_RANKS, IMAGINED_RANKS = (1, 2, 4), (8, 64, 1024)
 
 
 class Run(NamedTuple):
@@ -40,11 +35,6 @@ class Run(NamedTuple):
     variant: str
     world_size: int
     real: bool  # True: one process per rank; False: one real rank, with the others faked
-
-
-RANKS = [(count, True) for count in REAL_RANKS] + [(count, False) for count in IMAGINED_RANKS]
-# All runs in the saved table
-RUNS = [Run(model, variant, *ranks) for model, variant, ranks in product(THRESHOLDS, VARIANTS, RANKS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +113,7 @@ def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequen
         when=step.peak.when,
         predicted_bytes=step.peak.bytes,
         peak_bytes=measured.peak_bytes,
-        predicted_state_bytes=own_state(profile, config, ranks, units).total_bytes,
+        predicted_state_bytes=own_state(profile, config, ranks).total_bytes,
         state_bytes=measured.state.total_bytes,
         predicted_sent_bytes=step.sent_bytes,
         sent_bytes=sum(seen.sent_bytes for seen in measured.collectives if seen.op != "broadcast"),
@@ -133,18 +123,3 @@ def error_row(run: Run, config: TrainConfig, profile: StepProfile, units: Sequen
 def read_errors(path: str | Path) -> list[ErrorRow]:
     """Return the rows of a saved table."""
     return [ErrorRow(**row) for row in json.loads(Path(path).read_text())["rows"]]
-
-
-def write_errors(path: str | Path) -> list[ErrorRow]:
-    """Measure the table's runs that aren't in `path` yet, updating the file after each one. Return all rows.
-
-    DeepNet's runs take by far the most time and memory. To measure everything again, delete the file.
-    """
-    path = Path(path)
-    known = {row.run: row for row in read_errors(path)} if path.exists() else {}
-    for row in measure_errors([run for run in RUNS if run not in known]):
-        known[row.run] = row
-        rows = [asdict(known[run]) for run in RUNS if run in known]
-        record = {"images_per_rank": IMAGES, "torch": torch.__version__, "rows": rows}
-        path.write_text(json.dumps(record, indent=1) + "\n")
-    return [known[run] for run in RUNS]

@@ -21,7 +21,6 @@ from fsdp_helpers.models.series import build_model
 from fsdp_helpers.planning.peak import walk_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
 from fsdp_helpers.planning.walk.ledger import Peak
-from fsdp_helpers.planning.walk.units import frozen_beside_trained
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.strategies import recompute_units
 from fsdp_helpers.sharding.wrapping import choose_units, plain_name, size_policy
@@ -36,32 +35,27 @@ def measure_step(
     compute_loss: Callable[[], Tensor],
     units: Collection[str] = (),
     *,
-    flat_units: Sequence[str] | None = None,
     precision: str = "fp32",
 ) -> StepProfile:
     """Profile one forward pass (`compute_loss()`) and backward pass of the unsharded `model` in one process.
 
     Parameters aren't updated, and gradients are discarded. If units are checkpointed, recomputation is part of the
     measurement. Backward is recorded as leaving one of `units` when FSDP2 would leave it. If another module also uses
-    the unit's input, that may be before the input's gradient is complete. For FSDP1, pass `flat_units`: an empty list
-    if the model is one unit. With `precision` "bf16", an fp32 model computes as under FSDP's mixed precision (see
-    `cast_by_policy`), and its parameters stay in bf16. On a CPU, convolutions take scratch memory for each thread, so
-    give this process as many threads as a rank has.
+    the unit's input, that may be before the input's gradient is complete. With `precision` "bf16", an fp32 model
+    computes as under FSDP's mixed precision (see `cast_by_policy`), and its parameters stay in bf16. On a CPU,
+    convolutions take scratch memory for each thread, so give this process as many threads as a rank has.
     """
-    casts = cast_by_policy(model, units if flat_units is None else ()) if precision == "bf16" else nullcontext()
+    casts = cast_by_policy(model, units) if precision == "bf16" else nullcontext()
     with casts:
         compute_loss().backward()  # memory that only the first step allocates doesn't count
         model.zero_grad()
         gc.collect()  # otherwise, memory allocated earlier might be freed within the trace
 
-        def measure() -> tuple[Moment, ...]:
-            marks = StepMarks(units)
-            with trace_memory(next(model.parameters()).device) as trace, marks.noted(model):
-                compute_loss().backward()
-            model.zero_grad()
-            return marks.moments(trace.between_marks(MARK))
-
-        return profile_from(model, measure, flat_units)
+        marks = StepMarks(units)
+        with trace_memory(next(model.parameters()).device) as trace, marks.noted(model):
+            compute_loss().backward()
+        model.zero_grad()
+        return profile_from(model, marks.moments(trace.between_marks(MARK)))
 
 
 @contextmanager
@@ -84,11 +78,10 @@ def cast_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def cast_inputs(model: nn.Module, units: Collection[str] = ()) -> Iterator[None]:
-    """Within the block, cast the root's inputs to bf16 and, for FSDP2, those of all `units` as well.
+    """Within the block, cast the inputs of the root and of all `units` to bf16.
 
     The cast copies take memory, and autograd may keep them until backward. If a value is combined with an fp32 buffer
-    inside a unit, the result is fp32, as in a real run. Sources: torch 2.15, FSDP2's `FSDPState._cast_forward_inputs`
-    and FSDP1's `_root_cast_forward_input`.
+    inside a unit, the result is fp32, as in a real run. Source: torch 2.15, `FSDPState._cast_forward_inputs`.
     """
     handles = [
         module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
@@ -109,30 +102,8 @@ def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, d
     return tree_map(cast, (args, kwargs))
 
 
-def profile_from(
-    model: nn.Module, measure: Callable[[], tuple[Moment, ...]], flat_units: Sequence[str] | None = None
-) -> StepProfile:
-    """Return the profile of `model`; `measure()` runs a step and returns its moments.
-
-    If frozen and trained parameters share one of FSDP1's flat units, `measure` is called once more, with those frozen
-    parameters made trainable.
-    """
-    profile = _record(model, measure())
-    thawed = frozenset() if flat_units is None else frozen_beside_trained(profile, flat_units)
-    if not thawed:
-        return profile
-    named = model.named_parameters()
-    chosen = [parameter for name, parameter in named if plain_name(name) in thawed and parameter.is_floating_point()]
-    try:
-        for parameter in chosen:
-            parameter.requires_grad_(True)
-        return replace(profile, thawed=thawed, thawed_moments=measure())
-    finally:
-        for parameter in chosen:
-            parameter.requires_grad_(False)
-
-
-def _record(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
+def profile_from(model: nn.Module, moments: tuple[Moment, ...]) -> StepProfile:
+    """Return the profile of `model` and the moments of its step."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = list(model.named_parameters(remove_duplicate=False))
     return StepProfile(

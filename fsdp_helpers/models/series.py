@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_helpers.models.llama import Llama
-from fsdp_helpers.models.shapes import BYTE_LLAMA, VIT_SHAPES
+from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import ViT
 
 
@@ -122,7 +121,6 @@ MODEL_CLASSES: dict[str, Callable[[], nn.Module]] = {
     "vit": VisionTransformer,
     "vit-deep": DeepVisionTransformer,
     "vit-mnist": partial(ViT, VIT_SHAPES["vit-mnist"]),
-    "llama": partial(Llama, BYTE_LLAMA),
 }
 
 

@@ -144,13 +144,6 @@ LLAMA_SHAPES = {
     "llama-70b": LlamaShape(width=8192, depth=80, num_heads=64, num_kv_heads=8, mlp_width=28672, vocabulary=128256),
 }
 
-# The model that `train --model llama` trains, on bytes: 1,214,080 parameters.
-BYTE_LLAMA = LlamaShape(
-    width=128, depth=6, num_heads=4, num_kv_heads=2, mlp_width=384, vocabulary=256, context=128, tied=True,
-    rope_base=10_000.0,
-)  # fmt: skip
-
-
 # model_type in a `config.json` -> the family's name, and the tokens in a sequence if the file doesn't specify them
 RELATIVES = {
     "llama": ("Llama", 2048),
@@ -280,40 +273,3 @@ def _read_scaling(rope: dict) -> RopeScaling:
         high_freq_factor=rope["high_freq_factor"],
         original_context=rope["original_max_position_embeddings"],
     )
-
-
-def _scaling_of(shape: LlamaShape) -> dict:
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return {"rope_type": "default"}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_context,
-    }
-
-
-def config_of_llama(shape: LlamaShape) -> dict:
-    """Return a Hugging Face `config.json` for a model of this shape."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape.width,
-        "num_hidden_layers": shape.depth,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_width,
-        "intermediate_size": shape.mlp_width,
-        "hidden_act": "silu",
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.context,
-        "tie_word_embeddings": shape.tied,
-        "rope_theta": shape.rope_base,
-        "rope_parameters": {"rope_theta": shape.rope_base} | _scaling_of(shape),
-        "rms_norm_eps": shape.norm_eps,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "dtype": "float32",
-    }

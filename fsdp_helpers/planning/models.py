@@ -29,8 +29,8 @@ class Subject:
     item: str  # the items that a batch is counted in: "image", "token" or "sample"
     num_params: int
     units: tuple[str, ...]  # names of the modules that become units
-    # Called with a batch, a precision, a kind of activation checkpointing and, for FSDP1, the units to flatten; if
-    # chunks_loss is true, also with `loss_chunks`.
+    # Called with a batch, a precision and a kind of activation checkpointing; if chunks_loss is true, also with
+    # `loss_chunks`.
     profile_of: Callable[..., StepProfile]
     forward_flops: Callable[[int], int] | None = None  # multiplications and additions in a batch's forward
     unit_flops: Callable[[int], dict[str, int]] | None = None  # the same by module, if known
@@ -100,10 +100,7 @@ def vit_subject(name: str, shape: ViTShape) -> Subject:
     blocks = tuple(f"blocks.{number}" for number in range(shape.depth))
     block_shapes, root_shapes = vit_block_shapes(shape), vit_root_shapes(shape)
 
-    def profile_of(
-        images: int, precision: str, activation_checkpointing: str, flat_units: Sequence[str] | None = None
-    ) -> StepProfile:
-        """Return the profile of a step. `flat_units` doesn't matter, since all parameters are trained."""
+    def profile_of(images: int, precision: str, activation_checkpointing: str) -> StepProfile:
         value_bytes = VALUE_BYTES[precision]
         sizes = {"tokens": images * shape.num_tokens, "width": shape.width, "mlp_width": shape.mlp_width}
         block = vit_block_bytes(**sizes, num_heads=shape.num_heads, value_bytes=value_bytes)
@@ -214,14 +211,9 @@ def llama_subject(name: str, shape: LlamaShape, *, lora_rank: int = 0) -> Subjec
         tokens: int,
         precision: str,
         activation_checkpointing: str,
-        flat_units: Sequence[str] | None = None,
         *,
         loss_chunks: int = 1,
     ) -> StepProfile:
-        if frozen and flat_units is not None:
-            raise ValueError(
-                "adapters next to frozen weights can be planned only with FSDP2, which keeps parameters separate"
-            )
         value_bytes = VALUE_BYTES[precision]
 
         @cache

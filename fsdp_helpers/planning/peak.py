@@ -12,13 +12,13 @@ from fsdp_helpers.planning.optimizers import named_optimizer
 from fsdp_helpers.planning.precisions import PRECISIONS
 from fsdp_helpers.planning.profile import ROOT, Moment, StepProfile
 from fsdp_helpers.planning.streams import Task
-from fsdp_helpers.planning.walk.fsdp1 import FlatParameters
 from fsdp_helpers.planning.walk.fsdp2 import FullyShard
 from fsdp_helpers.planning.walk.ledger import Ledger, Peak
-from fsdp_helpers.planning.walk.units import Shards, frozen_beside_trained, num_shards
+from fsdp_helpers.planning.walk.units import Shards, num_shards
 from fsdp_helpers.planning.walk.unsharded import WholeModel
 from fsdp_helpers.records import CollectiveCount
 
+ONLY_FSDP2 = "the planner covers FSDP2 (fully_shard), and api is 'fsdp1'; leave it out, or use 'fsdp2'"
 WALKED_PARTS = 3  # the micro-batches that we walk through: the first, one in the middle, the last
 WHEN = {
     "enter_forward": "forward, in {}",
@@ -69,26 +69,24 @@ def walk_step(
     number of groups under "hybrid", each with a full copy of the state; the default is two. With `has_host`, offloaded
     state is in the host's memory instead of the device's; a rank on the CPU has no separate host. `optimizer` is one
     of `planning.optimizers.OPTIMIZERS`. `precision`, one of `planning.precisions.PRECISIONS`, defaults to the one in
-    `config`. Raises ValueError for a unit that isn't a module of the model.
+    `config`. Raises ValueError for FSDP1, and for a unit that isn't a module of the model.
     """
+    if config.is_sharded and config.api == "fsdp1":
+        raise ValueError(ONLY_FSDP2)
     ledger, sizes, chosen = Ledger(), PRECISIONS[precision or config.precision], named_optimizer(optimizer)
     ranks = num_shards(config.sharding, world_size) if replicas is None else world_size // replicas
     if not config.is_sharded:
-        rank: WholeModel | FlatParameters | FullyShard = WholeModel(profile, config, ledger, world_size, sizes, chosen)
+        rank: WholeModel | FullyShard = WholeModel(profile, config, ledger, world_size, sizes, chosen)
     else:
         offloads = has_host and config.strategy == "fsdp-offload"
         copies = world_size // ranks
-        shards = Shards(profile, config, ranks, copies, units, backend, ledger, sizes, chosen, offloads=offloads)
-        if config.api == "fsdp1":
-            _check_thawed(profile, units)
-            rank = FlatParameters(shards, config, profile)
-        else:
-            rank = FullyShard(shards, config)
+        shards = Shards(profile, ranks, copies, units, backend, ledger, sizes, chosen, offloads=offloads)
+        rank = FullyShard(shards, config)
     parts = min(config.micro_batches, WALKED_PARTS)
     for part in range(parts):
         is_last, before = part == parts - 1, len(ledger.tasks)
-        rank.begin_part(reduces=is_last or config.reduces_every_part, is_last=is_last)
-        _walk(profile.flat_moments if config.is_sharded and config.api == "fsdp1" else profile.moments, rank, ledger)
+        rank.begin_part(reduces=is_last or config.reduces_every_part)
+        _walk(profile.moments, rank, ledger)
         if part == parts - 2:  # all micro-batches between the first and the last are the same
             ledger.repeat(ledger.tasks[before:], config.micro_batches - parts)
     ledger.when = "the optimizer's step"
@@ -103,18 +101,7 @@ def _when(moment: Moment) -> str:
     return WHEN[moment.event].format(moment.name or "the root")
 
 
-def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
-    """Raise ValueError if frozen and trained parameters share an FSDP1 unit, unless the profile allows for it."""
-    mixed = frozen_beside_trained(profile, units)
-    if mixed != profile.thawed:
-        raise ValueError(
-            "FSDP1 computes gradients for all parameters in a unit if any is trained; here, that includes "
-            f"{len(mixed)} frozen parameter(s), but the step was measured with gradients for {len(profile.thawed)}. "
-            "Measure it with this plan's units as flat_units, or use FSDP2"
-        )
-
-
-def _walk(moments: Sequence[Moment], rank: WholeModel | FlatParameters | FullyShard, ledger: Ledger) -> None:
+def _walk(moments: Sequence[Moment], rank: WholeModel | FullyShard, ledger: Ledger) -> None:
     """Walk through one forward and one backward pass."""
     for moment in moments:
         ledger.when = _when(moment)

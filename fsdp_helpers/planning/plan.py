@@ -22,7 +22,7 @@ from fsdp_helpers.planning.devices import ATTENTION_COST, RECOMPUTED_GAIN, TYPIC
 from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.optimizers import OPTIMIZERS, named_optimizer
 from fsdp_helpers.planning.own_shards import own_state
-from fsdp_helpers.planning.peak import Step, walk_step
+from fsdp_helpers.planning.peak import ONLY_FSDP2, Step, walk_step
 from fsdp_helpers.planning.precisions import PRECISIONS
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.step_time import Speed, StepTime, time_step
@@ -54,13 +54,12 @@ class Settings:
     strategy: str = setting(
         "fsdp-auto-wrap", "how state is sharded; auto-wrap makes each block a unit", choices=STRATEGIES
     )
-    api: str = setting("fsdp2", "FullyShardedDataParallel (fsdp1) or fully_shard (fsdp2)", choices=APIS)
+    api: str = setting("fsdp2", "fully_shard (fsdp2); FullyShardedDataParallel (fsdp1) is refused", choices=APIS)
     sharding: str = setting(
         "full",
         "shard everything (full, ZeRO-3); shard everything, but keep parameters unsharded from forward to backward "
-        "(grad-op, ZeRO-2); shard everything within each of several groups of ranks (hybrid); or shard nothing (none, "
-        "fsdp1 only)",
-        choices=SHARDING,
+        "(grad-op, ZeRO-2); or shard everything within each of several groups of ranks (hybrid)",
+        choices=tuple(kind for kind in SHARDING if kind != "none"),
     )
     replicas: int = setting(2, "number of groups for hybrid sharding, each with a full copy of the state")
     precision: str = setting(
@@ -97,11 +96,13 @@ class Settings:
         named_optimizer(self.optimizer)
         if self.precision not in PRECISIONS:
             raise ValueError(f"unknown precision {self.precision!r}; choose one of {', '.join(PRECISIONS)}")
+        if self.api == "fsdp1":
+            raise ValueError(ONLY_FSDP2)
         self.config()
 
     def config(self) -> TrainConfig:
         """Return the configuration for `walk_step`, which gets the precision and the optimizer separately."""
-        names = ("strategy", "api", "sharding", "activation_checkpointing", "micro_batches", "sync_micro_batches")
+        names = ("strategy", "sharding", "activation_checkpointing", "micro_batches", "sync_micro_batches")
         own = {name: getattr(self, name) for name in names}
         return TrainConfig(**own, global_batch_size=self.micro_batches * MOST_RANKS)
 
@@ -266,10 +267,9 @@ def make_plan(subject: Subject | str, settings: Settings, cluster: Cluster) -> P
     subject.check(settings.batch, settings.precision, settings.activation_checkpointing, settings.loss_chunks)
     config = settings.config()
     units = () if settings.strategy == "fsdp" else subject.units
-    flat_units = units if config.is_sharded and config.api == "fsdp1" else None
     chunks = {"loss_chunks": settings.loss_chunks} if settings.loss_chunks > 1 else {}
     profile = subject.profile_of(
-        settings.batch, settings.measured_precision, settings.activation_checkpointing, flat_units, **chunks
+        settings.batch, settings.measured_precision, settings.activation_checkpointing, **chunks
     )
     replicas = settings.replicas if settings.sharding == "hybrid" else None
     how = {"optimizer": settings.optimizer, "precision": settings.precision}
@@ -286,7 +286,7 @@ def make_plan(subject: Subject | str, settings: Settings, cluster: Cluster) -> P
         settings=settings,
         cluster=cluster,
         peak=step.peak,
-        state=own_state(profile, config, cluster.world_size, units, replicas=replicas, **how),
+        state=own_state(profile, config, cluster.world_size, replicas=replicas, **how),
         collectives=step.collectives,
         step_flops=step_flops(subject, settings),
         model_flops=_model_flops(subject, settings),

@@ -35,13 +35,6 @@ class StepProfile:
     frozen: frozenset[str] = frozenset()  # parameters that aren't trained
     tied: dict[str, str] = field(default_factory=dict)  # a parameter's other names -> its name in `shapes`
     buffer_bytes: int = 0  # buffers, which no strategy shards
-    thawed: frozenset[str] = frozenset()  # frozen parameters that share a flat unit with a trained one ...
-    thawed_moments: tuple[Moment, ...] = ()  # ... and the events of a step in which they get gradients, too
-
-    @property
-    def flat_moments(self) -> tuple[Moment, ...]:
-        """Return the moments of a step with one flat tensor per unit, where a unit gets all its gradients or none."""
-        return self.thawed_moments or self.moments
 
     @property
     def num_params(self) -> int:

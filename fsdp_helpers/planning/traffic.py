@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from math import prod
 
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
-from fsdp_helpers.planning.precisions import FP32_BYTES
-
-ALIGNED_BYTES = 16  # in FSDP1's flat tensor, each parameter begins at a multiple of this: 4 values in fp32, 8 in bf16
 
 
 def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: bool = False) -> int:
@@ -58,20 +55,9 @@ def step_range_s(arithmetic_s: float, communication_s: float) -> tuple[float, fl
     return max(arithmetic_s, communication_s), (arithmetic_s + communication_s) / (1 - TYPICAL_RANGE)
 
 
-def padded_params(api: str, shapes: Sequence[Sequence[int]], num_ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
-    """Return the number of values in a unit with these parameter shapes, including the padding that makes shards equal.
-
-    FSDP1 packs the parameters into one flat tensor, each at an aligned offset, and pads the end. The alignment depends
-    on `value_bytes`, the size of a value in the compute precision. FSDP2 pads the rows of each parameter.
-
-    Source: torch 2.15, `_get_aligned_numel` in `torch/distributed/fsdp/_flat_param.py`.
-    """
-    if api == "fsdp2":
-        return sum(_round_up(shape[0], num_ranks) * prod(shape[1:]) for shape in shapes)
-    values = 0
-    for shape in shapes:
-        values = _round_up(values, ALIGNED_BYTES // value_bytes) + prod(shape)
-    return _round_up(values, num_ranks)
+def padded_params(shapes: Sequence[Sequence[int]], num_ranks: int) -> int:
+    """Return the number of values in parameters of these shapes, with the rows that FSDP2 adds for equal shards."""
+    return sum(_round_up(shape[0], num_ranks) * prod(shape[1:]) for shape in shapes)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from statistics import median
 
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.quantities import format_bytes, format_seconds
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import ComparisonRow, RunRecord
-from fsdp_helpers.training.run import train_one_after_the_other
 from fsdp_helpers.training.watch import STEADY_STEP
+from fsdp_helpers.training.worker import train_worker
 
 HEADERS = ("model", "strategy", "ranks", "step time", "held", "peak", "sent a step", "final loss")
 SHORT_HEADERS = ("model", "strategy", "ranks", "step", "held", "peak", "sent", "loss")
@@ -46,12 +45,12 @@ def left_out(config: TrainConfig, device: str) -> str | None:
 def compare(
     configs: Sequence[TrainConfig], *, world_size: int, device: str, progress: bool = False
 ) -> list[ComparisonRow]:
-    """Run the configurations one by one; consecutive ones on the same number of ranks share a launch."""
+    """Run the configurations one by one."""
     rows = []
-    for ranks, chosen in groupby(configs, lambda config: 1 if config.strategy == "local" else world_size):
-        settings = {"world_size": ranks, "device": device, "progress": progress}
-        records = launch(train_one_after_the_other, list(chosen), **settings)[0]
-        rows += [comparison_row(record) for record in records]
+    for config in configs:
+        ranks = 1 if config.strategy == "local" else world_size
+        records = launch(train_worker, config, world_size=ranks, device=device, progress=progress)
+        rows.append(comparison_row(records[0]))
     return rows
 
 

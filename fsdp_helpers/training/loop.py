@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_helpers.sharding.gradients import clip_gradients, hold_back_reduction, keep_unsharded
+from fsdp_helpers.sharding.gradients import hold_back_reduction
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -42,24 +42,16 @@ def train_step(
     *,
     micro_batches: int = 1,
     sync_micro_batches: bool = False,
-    reshard_after_backward: bool = True,
-    clip_norm: float | None = None,
-    norms: list[Tensor] | None = None,
 ) -> Tensor:
     """Take one training step; return the mean loss over this rank's images before the update.
 
-    The batch is processed in `micro_batches` equal parts (see `add_up_gradients`). With `clip_norm`, gradients are
-    scaled down to at most that norm, and their original norm is appended to `norms`. The named phases cost next to
+    The batch is processed in `micro_batches` equal parts (see `add_up_gradients`). The named phases cost next to
     nothing and show up in every trace.
     """
     with record_function("train step"):
         optimizer.zero_grad()
-        loss = add_up_gradients(model, images, labels, micro_batches, sync_micro_batches, reshard_after_backward)
+        loss = add_up_gradients(model, images, labels, micro_batches, sync_micro_batches)
         with record_function("step"):
-            if clip_norm is not None:
-                norm = clip_gradients(model, clip_norm)
-                if norms is not None:
-                    norms.append(norm)
             optimizer.step()
     return loss
 
@@ -70,20 +62,17 @@ def add_up_gradients(
     labels: Tensor,
     micro_batches: int = 1,
     sync_micro_batches: bool = False,
-    reshard_after_backward: bool = True,
 ) -> Tensor:
     """Run forward and backward on each micro-batch in turn; return the mean loss over all images.
 
-    Gradients are reduced once, after the last micro-batch, or after every one with `sync_micro_batches`. Parameters are
-    resharded after every micro-batch or, with `reshard_after_backward=False` (FSDP2), only after the last.
+    Gradients are reduced once, after the last micro-batch, or after every one with `sync_micro_batches`.
     """
     assert len(images) % micro_batches == 0, f"{len(images)} images aren't divisible by {micro_batches} micro-batches"
     losses = []
     for part_images, part_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
         is_last = len(losses) == micro_batches - 1
         reducing = nullcontext() if is_last or sync_micro_batches else hold_back_reduction(model)
-        freeing = nullcontext() if is_last or reshard_after_backward else keep_unsharded(model)
-        with reducing, freeing:
+        with reducing:
             with record_function("forward"):
                 # Because of this division, the gradients add up to the gradient of the mean over all images.
                 loss = batch_loss(model, part_images, part_labels) / micro_batches
@@ -94,11 +83,11 @@ def add_up_gradients(
 
 
 def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss in fp32 over `images` or, for sequences, over their tokens. The model may have any dtype.
+    """Return the mean loss in fp32 over `images`. The model may have any dtype.
 
     Cross-entropy works for both logits and log-probabilities, since log-softmax doesn't change log-probabilities.
     """
-    return F.cross_entropy(model(images).float().flatten(0, -2), labels.flatten())
+    return F.cross_entropy(model(images).float(), labels)
 
 
 @contextmanager
@@ -119,7 +108,7 @@ def layer_by_layer() -> Iterator[None]:
 @torch.no_grad()
 @layer_by_layer()
 def evaluate(model: nn.Module, batches: Batches) -> Tensor:
-    """Return three sums over this rank's test images or tokens: loss, correct answers and count; shape (3,), float64.
+    """Return three sums over this rank's test images: loss, correct answers and count; shape (3,), float64.
 
     We return sums, not means, so ranks with different numbers of images can add them up and divide at the end.
     """
@@ -127,7 +116,7 @@ def evaluate(model: nn.Module, batches: Batches) -> Tensor:
     sums = None
     for images, labels in batches:
         outputs = model(images).float()
-        loss = F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction="sum")
+        loss = F.cross_entropy(outputs, labels, reduction="sum")
         correct = (outputs.argmax(dim=-1) == labels).sum()
         batch_sums = torch.stack([loss.double(), correct.double(), torch.full_like(loss, labels.numel()).double()])
         sums = batch_sums if sums is None else sums + batch_sums

@@ -1,20 +1,15 @@
 """Carry out a run, from settings to record: on ranks started here (`train`), or as a rank started by torchrun."""
 
-import gc
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import TypeVar
 
-from fsdp_helpers.checkpointing.folder import CheckpointError, check_new_folder
+from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
 from fsdp_helpers.config import TrainConfig, require_seconds
 from fsdp_helpers.data.source import DataError, num_test_images, num_train_images, prepare_data
-from fsdp_helpers.data.text import TEST_PART, read_text
 from fsdp_helpers.gpus import choose_device, hide_gpus
-from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.notebook import is_notebook, shown_by_message
 from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
 from fsdp_helpers.ranks.errors import describe_error
@@ -23,8 +18,6 @@ from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.torchrun import Place, read_place
 from fsdp_helpers.training.worker import train_worker
-
-Name = TypeVar("Name", bound=Hashable)
 
 
 def train(
@@ -83,40 +76,6 @@ def _live_view() -> ProgressBar:
     from fsdp_helpers.training.live_view import LiveView  # loads matplotlib, which other runs don't need
 
     return LiveView()
-
-
-def train_each(
-    config: TrainConfig,
-    variants: Mapping[Name, Mapping[str, object]],
-    *,
-    world_size: int,
-    device: str = "auto",
-    progress: bool = True,
-) -> dict[Name, RunRecord]:
-    """Train `config` with each variant's changes, one after another in a single launch; return the records by name.
-
-    The records are the same as from separate calls to `train`, but PyTorch is loaded only once. Raises the same errors
-    as `train`, and ValueError for a variant with a `checkpoint_dir`.
-    """
-    with shown_by_message(ValueError, DataError, CheckpointError):
-        configs = {name: replace(config, **changes) for name, changes in variants.items()}
-        for name, one in configs.items():
-            if one.checkpoint_dir is not None:
-                raise ValueError(f"{name}: train_each can't save checkpoints; leave checkpoint_dir out, or call train")
-            device = _check_ranks(one, world_size, device)
-            prepare_run_data(one)
-    settings = {"world_size": world_size, "device": device, "progress": progress}
-    records = launch(train_one_after_the_other, list(configs.values()), **settings)[0]
-    return dict(zip(configs, records, strict=True))
-
-
-def train_one_after_the_other(rank: int, world_size: int, configs: list[TrainConfig]) -> list[RunRecord]:
-    """Train each of `configs`. Each model is freed before the next is built, so memory use is as in `train`."""
-    records = []
-    for config in configs:
-        records.append(train_worker(rank, world_size, config))
-        gc.collect()  # a sharded model has reference cycles
-    return records
 
 
 def _check_ranks(config: TrainConfig, world_size: int, device: str) -> str:
@@ -202,36 +161,14 @@ def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
 
 
 def prepare_run_data(config: TrainConfig) -> str:
-    """Make sure that workers will find their data; return its source: "mnist", "digits", or "text" and a digest.
+    """Make sure that workers will find their data; return its source, "mnist" or "digits".
 
-    Raises ValueError if there are too few images or sequences.
+    Raises ValueError if there are too few images.
     """
-    if config.learns_text:
-        return prepare_text(config)
     _check_data_size(config, "mnist")  # against the larger source, so impossible runs are rejected before a download
     source = prepare_data(config.data_dir)
     _check_data_size(config, source)
     return source
-
-
-def prepare_text(config: TrainConfig) -> str:
-    """Return the source of the text that the run trains on, after checking that it's readable and long enough.
-
-    This also checks that the model can be exported, before any time is spent on training it.
-    """
-    text, context = read_text(config.text), BYTE_LLAMA.context
-    num_test = text.num_test_sequences(context)
-    if num_test < 1:
-        raise DataError(
-            f"the text has {len(text.content)} bytes, which isn't enough for {TEST_PART} sequences of {context}; "
-            f"give a text of at least {TEST_PART * context + 1} bytes"
-        )
-    if config.export is not None:
-        if Path(config.export).exists():
-            raise ValueError(f"export: {config.export} already exists; give the name of a new folder")
-        check_new_folder(Path(config.export), "the exported model")
-    config.check_data_size(text.source, text.num_sequences(context) - num_test, num_test)
-    return text.source
 
 
 def _check_data_size(config: TrainConfig, source: str) -> None:

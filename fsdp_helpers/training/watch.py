@@ -43,7 +43,6 @@ class StepWatch:
         self.state: StateBytes | None = None
         self.trace: StepTrace | None = None  # of a steady step; None in a run of a single step
         self.step_seconds: list[float] = []
-        self.gradient_norms: list[Tensor] = []  # before clipping, one per step
 
     def watch(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, between_steps: Callable[[], None] = lambda: None
@@ -127,7 +126,7 @@ class StepWatch:
 
     def _details(self, loss: float) -> str:
         num_images = (len(self.step_seconds) - self._first_step) * self._config.global_batch_size
-        return f"{self._epoch_text}{num_images / self.epoch_seconds:,.0f} {self._config.item}s/s, {self._whose_loss} {loss:.4f}"
+        return f"{self._epoch_text}{num_images / self.epoch_seconds:,.0f} images/s, {self._whose_loss} {loss:.4f}"
 
     @property
     def _epoch_text(self) -> str:

@@ -2,34 +2,27 @@
 
 import math
 import platform
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.checkpointing.resume import RunCheckpoints, run_checkpoints
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import Dataset, evaluation_batches, load_data, rank_batches
 from fsdp_helpers.data.source import DataError
-from fsdp_helpers.data.text import read_text, text_dataset
 from fsdp_helpers.gpus import device_name
-from fsdp_helpers.models.llama import generate
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.models.shapes import BYTE_LLAMA, config_of_llama
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
 from fsdp_helpers.records import EpochRecord, RunRecord
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, settle_buckets, wait_for_buckets
 from fsdp_helpers.training.loop import Batches, evaluate, train_one_epoch
 from fsdp_helpers.training.watch import StepWatch
-
-SAMPLE_BYTES = 400  # that a language model generates after training
 
 
 def train_worker(rank: int, world_size: int, config: TrainConfig) -> RunRecord:
@@ -59,13 +52,7 @@ def run_training(
         model, optimizer, between_steps=lambda: checkpoints.after_step(model, optimizer, first_step + num_steps)
     )
     epochs, step_losses = train_epochs(rank, world_size, config, dataset, parts, model, optimizer, watch)
-    record = run_record(rank, world_size, config, dataset.source, first_step, epochs, step_losses, watch)
-    if config.export is not None:
-        save_hugging_face(model, config.export, config_of_llama(BYTE_LLAMA))
-    if config.sample is not None:
-        said = generate(model, config.sample, SAMPLE_BYTES, context=BYTE_LLAMA.context, seed=config.seed)
-        record = replace(record, sample=said)
-    return record
+    return run_record(rank, world_size, config, dataset.source, first_step, epochs, step_losses, watch)
 
 
 def set_up(rank: int, config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -119,7 +106,7 @@ def train_epochs(
     divided, so every rank returns the same values.
     """
     epochs, step_losses = [], []
-    settings = step_settings(config, watch.gradient_norms)
+    settings = {"micro_batches": config.micro_batches, "sync_micro_batches": config.reduces_every_part}
     for epoch, first_step, num_steps in parts:
         batches = islice(config_batches(dataset, config, rank, world_size, epoch, first_step), num_steps)
         watch.begin_epoch(epoch)
@@ -133,34 +120,11 @@ def train_epochs(
     return epochs, step_losses
 
 
-def step_settings(config: TrainConfig, norms: list[Tensor]) -> dict[str, Any]:
-    """Return the keyword arguments for `train_step`, which appends to `norms` if clipping is on."""
-    return {
-        "micro_batches": config.micro_batches,
-        "sync_micro_batches": config.reduces_every_part,
-        "reshard_after_backward": config.reshard_after_backward,
-        "clip_norm": config.clip_norm,
-        "norms": norms,
-    }
-
-
 def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
-    """Load the images or the text that `config` names; every rank has the entire data set on its device."""
-    if config.learns_text:
-        dataset = text_dataset(
-            read_text(config.text),
-            context=BYTE_LLAMA.context,
-            train_sequences=config.train_images,
-            test_sequences=config.test_images,
-        )
-    else:
-        dataset = load_data(config.data_dir, train_images=config.train_images, test_images=config.test_images)
+    """Load the images that `config` names; every rank has the entire data set on its device."""
+    dataset = load_data(config.data_dir, train_images=config.train_images, test_images=config.test_images)
     if len(set(gather_over_ranks(dataset.source))) > 1:
-        raise DataError(
-            "the ranks read different texts; give every machine the same file and the same Python version"
-            if config.learns_text
-            else "some ranks find MNIST and others don't; give every machine the same data folder"
-        )
+        raise DataError("some ranks find MNIST and others don't; give every machine the same data folder")
     config.check_data_size(dataset.source, len(dataset.train), len(dataset.test))
     return Dataset(source=dataset.source, train=dataset.train.to(device), test=dataset.test.to(device))
 
@@ -230,7 +194,6 @@ def run_record(
         epochs=tuple(epochs),
         first_step=first_step,
         step_losses=tuple(step_losses),
-        gradient_norms=tuple(float(norm) for norm in watch.gradient_norms),
         step_seconds=tuple(gather_over_ranks(watch.step_seconds)[0]),
         ranks=tuple(ranks),
         traces=tuple(trace for trace in traces if trace is not None),

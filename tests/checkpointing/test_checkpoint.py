@@ -322,6 +322,17 @@ def test_what_does_not_fit_is_refused_and_loads_nothing(saved):
         load(saved, model, OPTIMIZERS["momentum"](model))
 
 
+def test_groups_of_other_parameters_are_refused(tmp_path):
+    """Else a rate would come back to parameters that had another one."""
+    model = nn.Linear(2, 2)
+    groups = [
+        {"params": [parameter], "lr": rate} for parameter, rate in zip(model.parameters(), (0.1, 0.2), strict=True)
+    ]
+    save(tmp_path / "one", model, torch.optim.Adam(groups))
+    with pytest.raises(CheckpointError, match=r"2 parameter group\(s\) of \[1, 1\].*or different parameters"):
+        load(tmp_path / "one", model, torch.optim.Adam(groups[::-1]))
+
+
 class Command:
     def __reduce__(self):
         return os.system, ("touch owned",)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runs import main_in_process
-from workers_for_tests import train_all
 
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.consolidate import SAFETENSORS_TYPES, consolidate
@@ -25,6 +24,7 @@ from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launch import launch
+from fsdp_helpers.training.worker import train_worker
 
 RUNS = [("ddp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")]
 READERS = {".pt": lambda path: torch.load(path, weights_only=True), ".safetensors": safetensors.torch.load_file}
@@ -37,11 +37,9 @@ def runs(tmp_path_factory) -> dict[tuple[str, str], Path]:
     always = {"model": "vit", "global_batch_size": 6, "max_steps": 2, "checkpoint_every": 1, "test_images": 6}
     always["data_dir"] = str(folder / "no-mnist")
     folders = {(strategy, api): folder / f"{strategy}-{api}" for strategy, api in RUNS}
-    configs = [
-        TrainConfig(strategy=strategy, api=api, checkpoint_dir=str(own), **always)
-        for (strategy, api), own in folders.items()
-    ]
-    launch(train_all, configs, world_size=3, device="cpu")
+    for (strategy, api), own in folders.items():
+        config = TrainConfig(strategy=strategy, api=api, checkpoint_dir=str(own), **always)
+        launch(train_worker, config, world_size=3, device="cpu")
     return folders
 
 

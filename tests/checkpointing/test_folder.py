@@ -14,6 +14,7 @@ from fsdp_helpers.checkpointing.folder import (
     CheckpointError,
     begin,
     checkpoint_name,
+    clear_unfinished,
     commit,
     find_newest,
     find_steps,
@@ -241,6 +242,13 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path):
         found = set(names(tmp_path))
     assert found - {".lock"} == {"step-00000005", "notes.txt"}
     read_checkpoint(tmp_path / checkpoint_name(5))
+
+
+def test_only_what_is_unfinished_is_cleared(tmp_path):
+    save(tmp_path, 5)
+    (tmp_path / ".writing-step-00000010").mkdir()
+    clear_unfinished(tmp_path)
+    assert set(names(tmp_path)) - {".lock"} == {"step-00000005"}
 
 
 def test_leftovers_that_cannot_be_removed(tmp_path, monkeypatch):

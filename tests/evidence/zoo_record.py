@@ -27,12 +27,10 @@ RECORD = Path(__file__).parents[2] / "notebooks/reference/zoo.json"
 COMMAND = "python tests/evidence/zoo_record.py"
 WAYS = {
     "DDP": {"strategy": "ddp"},
-    "FSDP1 auto-wrap": {"strategy": "fsdp-auto-wrap", "api": "fsdp1"},
     "auto-wrap": {"strategy": "fsdp-auto-wrap"},
     "checkpointed": {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"},
     "bf16": {"strategy": "fsdp-auto-wrap", "precision": "bf16"},
 }
-BESIDES = {"FSDP1 bf16": {"strategy": "fsdp-auto-wrap", "api": "fsdp1", "precision": "bf16"}}  # not in the record
 REFUSED = {("ResNet", "bf16")}  # statistics in fp32 beside weights in bf16: `test_own_plan`
 ALL = [(name, way) for name in ZOO for way in WAYS if (name, way) not in REFUSED]
 REAL_RANKS = (2, 4)
@@ -40,32 +38,29 @@ RUNS = [Run(name, way, ranks, True) for ranks in REAL_RANKS for name, way in ALL
 
 
 @cache
-def zoo_profile(name: str, checkpointing: str, precision: str, api: str) -> StepProfile:
+def zoo_profile(name: str, checkpointing: str, precision: str) -> StepProfile:
     animal = ANIMALS[name]
     torch.manual_seed(0)
     model, batch = animal.build(), animal.batch()
     if checkpointing != "none":
         model = checkpoint_activations(model, animal.units, checkpointing)
-    flat_units = animal.units if api == "fsdp1" else None
     with one_thread():  # as the ranks have
-        return measure_step(
-            model, lambda: animal.loss(model, batch), animal.units, flat_units=flat_units, precision=precision
-        )
+        return measure_step(model, lambda: animal.loss(model, batch), animal.units, precision=precision)
 
 
 def measure_cases(cases: list[tuple[str, str]], ranks: int) -> list[ErrorRow]:
     """Measure each (model, way) on real ranks, all in one launch, and put it beside its plan."""
     found = launch(
         measure_zoo,
-        [(name, (WAYS | BESIDES)[way]) for name, way in cases],
+        [(name, WAYS[way]) for name, way in cases],
         world_size=ranks,
         device="cpu",
         progress=False,
     )[0]
     rows = []
     for (name, way), measured in zip(cases, found, strict=True):
-        config = TrainConfig(**(WAYS | BESIDES)[way])
-        profile = zoo_profile(name, config.activation_checkpointing, config.precision, config.api)
+        config = TrainConfig(**WAYS[way])
+        profile = zoo_profile(name, config.activation_checkpointing, config.precision)
         rows.append(error_row(Run(name, way, ranks, True), config, profile, ANIMALS[name].units, measured))
         ratio = rows[-1].peak_bytes / rows[-1].predicted_bytes
         print(f"{ranks} ranks, {name}, {way}: {ratio:.4f}, {rows[-1].when}, exact: {rows[-1].is_exact}", flush=True)

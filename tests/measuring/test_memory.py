@@ -77,6 +77,16 @@ def test_the_curve_is_a_staircase_from_zero_on():
     assert len(kept) == 2
 
 
+def test_the_peak_of_a_mark_is_that_until_the_next():
+    with trace_memory("cpu") as trace:
+        for values in (100, 1_000, 10):
+            with record_function("mark"):
+                pass
+            workspace = torch.empty(values)
+            del workspace
+    assert trace.between_marks("mark") == [(0, 400), (0, 4_000), (0, 40)]
+
+
 def test_last_takes_the_last_and_subtracts_what_does_not_count():
     with trace_memory("cpu") as trace:
         kept = []

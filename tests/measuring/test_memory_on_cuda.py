@@ -97,8 +97,14 @@ def test_only_what_was_made_within_the_history_counts():
 def imagined_gpu(monkeypatch):
     """torch.cuda as a memory trace sees it, with a clock that tells Unix time; returns the allocator."""
     gpu = CachingAllocator()
+
+    def record(enabled, **_) -> None:
+        gpu.is_recorded = enabled is not None
+        if enabled:
+            gpu.noted.clear()
+
     monkeypatch.setattr("fsdp_helpers.measuring.memory.take_work_spaces", lambda device: gpu.malloc(8 * MIB))
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: enabled and gpu.noted.clear())
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [gpu.noted]})
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: gpu.reserved_bytes)
     return gpu
@@ -125,8 +131,9 @@ def test_a_step_on_cuda_is_found_in_the_allocators_history(imagined_gpu):
             time.sleep(0.002)
         time.sleep(0.002)
         between = malloc_now(imagined_gpu, 7)  # belongs to no step
+    assert imagined_gpu.is_recorded
     trace.stop()
-    assert kept != between
+    assert kept != between and not imagined_gpu.is_recorded
     step = trace.last("train step")
     # 1,000 and 7 bytes of the first step; the second adds 1,000, and 50 for a while. The work space came before.
     assert step.curve.allocated_bytes == (1_007, 2_007, 2_057, 2_007)

@@ -87,7 +87,7 @@ UNITS = {"strategy": "fsdp-auto-wrap"}
     "name, run",
     [  # a telling case of each; the zoo has more models and settings, on real ranks
         pytest.param("a convolutional net", {"strategy": "ddp"}, marks=imagines_ddp),
-        ("an encoder and a decoder", UNITS | {"api": "fsdp1"}),
+        ("an encoder and a decoder", UNITS),
         ("tied weights", UNITS),
         ("a convolutional net", UNITS | {"activation_checkpointing": "units"}),
     ],
@@ -213,35 +213,6 @@ def test_frozen_values_have_no_gradient_and_no_moments():
     assert [seen.bytes for seen in plan.collectives] == [4 * 3 * 512]
     reduced = {seen.op: seen.bytes for seen in plan_adapted().collectives}
     assert reduced["reduce_scatter"] == 4 * 3 * 512
-
-
-def test_fsdp1_in_one_unit_is_measured_as_one_unit():
-    """A block that is frozen altogether shares that unit with trained ones, and torch gives it gradients too."""
-
-    def last_trained() -> nn.Module:
-        model = adapted()
-        model[0].requires_grad_(False)
-        return model
-
-    plan = plan_adapted(last_trained, strategy="fsdp", api="fsdp1")
-    assert {seen.op: seen.bytes for seen in plan.collectives}["reduce_scatter"] == 4 * 3 * (4_160 + 512)
-    by_blocks = plan_adapted(last_trained, api="fsdp1")
-    assert {seen.op: seen.bytes for seen in by_blocks.collectives}["reduce_scatter"] == 4 * 2 * (4_160 + 512)
-
-
-@pytest.mark.parametrize("api, steps", [("fsdp1", 3), ("fsdp2", 2)])
-def test_frozen_values_are_thawed_for_fsdp1_alone(api, steps):
-    """A step to warm up, one to measure, and where flat units need it one with gradients for frozen values."""
-    backwards = []
-
-    def loss_of(model, batch):
-        loss = model(batch).sum()
-        if loss.requires_grad:  # operations are counted without
-            loss.register_hook(lambda _: backwards.append(api))
-        return loss
-
-    plan_adapted(loss_of=loss_of, api=api)
-    assert len(backwards) == steps
 
 
 @pytest.mark.parametrize("activation_checkpointing", ["none", "units"])

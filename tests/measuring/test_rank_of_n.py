@@ -17,14 +17,10 @@ from fsdp_helpers.ranks.launch import launch
 
 RUNS = {
     "DDP": {"strategy": "ddp"},
-    "FSDP1": {"strategy": "fsdp", "api": "fsdp1"},
     "FSDP2": {"strategy": "fsdp"},
-    "FSDP1, cut": {"strategy": "fsdp-auto-wrap", "api": "fsdp1"},
     "FSDP2, cut": {"strategy": "fsdp-auto-wrap"},
-    "FSDP1, ZeRO-2": {"strategy": "fsdp-auto-wrap", "api": "fsdp1", "sharding": "grad-op"},
+    "FSDP2, ZeRO-2": {"strategy": "fsdp-auto-wrap", "sharding": "grad-op"},
     "FSDP2, hybrid": {"strategy": "fsdp-auto-wrap", "sharding": "hybrid"},
-    "FSDP1, hybrid": {"strategy": "fsdp-auto-wrap", "api": "fsdp1", "sharding": "hybrid"},
-    "FSDP1, whole copies": {"strategy": "fsdp", "api": "fsdp1", "sharding": "none"},
 }
 LEVERS = {
     "bf16": {"strategy": "fsdp-auto-wrap", "precision": "bf16"},
@@ -41,7 +37,7 @@ def expect_as_predicted(config: TrainConfig, found: RankOfN, *, backend: str, to
     profile, units = measure_run(config, found.world_size), units_of(config)
     step = walk_step(profile, config, found.world_size, units, backend=backend)
     assert found.peak_bytes == pytest.approx(step.peak.bytes, rel=tolerance)
-    assert found.state == own_state(profile, config, found.world_size, units, rank=found.rank)
+    assert found.state == own_state(profile, config, found.world_size, rank=found.rank)
     sent = {(seen.op, seen.count, seen.bytes, seen.sent_bytes) for seen in found.collectives if seen.sent_bytes}
     assert sent == {(seen.op, seen.count, seen.bytes, seen.sent_bytes) for seen in step.collectives}
     assert found.num_units == (len(units) + 1 if config.is_sharded else 0)
@@ -60,9 +56,8 @@ def test_levers_on_a_rank_of_1024(name):
     expect_as_predicted(config, measure_rank_of_n(config, 1024), backend="fake", tolerance=tolerance)
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
-def test_another_rank_than_the_first(api):
-    config = settings(3, strategy="fsdp", api=api)  # 3 divides neither 50,186 nor 64 or 10 rows: the last has less
+def test_another_rank_than_the_first():
+    config = settings(3, strategy="fsdp")  # 3 divides neither 64 or 10 rows: the last has less
     last, first = (measure_rank_of_n(config, 3, rank=rank) for rank in (2, 0))
     assert last.state.total_bytes < first.state.total_bytes
     assert last.peak_bytes <= first.peak_bytes  # the peak that is predicted is that of the largest shards

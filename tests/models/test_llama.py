@@ -1,21 +1,19 @@
-"""The language model: worked by hand, equal to Hugging Face's, and trained the same under every strategy."""
+"""The language model: worked by hand, and equal to Hugging Face's."""
 
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from runs import main_in_process
+from pretrained import config_of_llama, kept_shape
 from torch import nn
 
 from fsdp_helpers.models.llama import IGNORED, INITIAL_STD, Llama, Rotary, generate, rotate, summed_loss
-from fsdp_helpers.models.series import build_model, count_params
+from fsdp_helpers.models.series import count_params
 from fsdp_helpers.models.shapes import (
-    BYTE_LLAMA,
     LLAMA_SHAPES,
     LlamaShape,
     RopeScaling,
-    config_of_llama,
     llama_from_config,
 )
 
@@ -27,6 +25,7 @@ LONG = LlamaShape(
     width=32, depth=1, num_heads=2, num_kv_heads=1, mlp_width=24, vocabulary=50, context=128, rope_base=1000.0,
     rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64),
 )  # fmt: skip
+BYTES = replace(SMALL, vocabulary=256)  # a token is a byte
 
 
 def small_llama(**changes) -> Llama:
@@ -39,9 +38,9 @@ def some_numbers(*shape: int, vocabulary: int = SMALL.vocabulary) -> torch.Tenso
 
 
 def test_parameters():
-    # a layer of BYTE_LLAMA: queries and output 2 x 128 x 128, keys and values 2 x 64 x 128, hidden 3 x 384 x 128,
+    # a layer of 13's model: queries and output 2 x 128 x 128, keys and values 2 x 64 x 128, hidden 3 x 384 x 128,
     # two norms 2 x 128; together 196,864. The tied table 256 x 128, the last norm 128.
-    assert count_params(build_model("llama")) == 6 * 196_864 + 32_768 + 128 == 1_214_080
+    assert count_params(Llama(kept_shape())) == 6 * 196_864 + 32_768 + 128 == 1_214_080
     with torch.device("meta"):
         assert count_params(Llama(LLAMA_SHAPES["llama-8b"])) == 8_030_261_248  # as published
 
@@ -121,20 +120,20 @@ def test_a_start_on_meta_needs_the_buffers_filled():
 
 def test_generated_text():
     torch.manual_seed(0)
-    model = Llama(BYTE_LLAMA)
+    model = Llama(BYTES)
     text = generate(model, "The ", 6, context=4, seed=3)
     assert text.startswith("The ") and text == generate(model, "The ", 6, context=4, seed=3)
     model.lm_head.weight.data[ord("e")] = 0  # with a hidden state of ones below, all logits but that of "x" are 0
     model.lm_head.weight.data.zero_()
     model.lm_head.weight.data[ord("x")] = 1
-    model.model.forward = lambda numbers, mask: torch.ones(*numbers.shape, BYTE_LLAMA.width)
+    model.model.forward = lambda numbers, mask: torch.ones(*numbers.shape, BYTES.width)
     assert generate(model, "The ", 3, context=4) == "The xxx"
 
 
 def test_seed_temperature_and_context_count():
     torch.manual_seed(0)
-    model = Llama(BYTE_LLAMA)
-    seen, logits = [], torch.linspace(0, 4, BYTE_LLAMA.vocabulary)
+    model = Llama(BYTES)
+    seen, logits = [], torch.linspace(0, 4, BYTES.vocabulary)
 
     def forward(numbers, **_):
         seen.append(numbers.shape[1])
@@ -145,7 +144,7 @@ def test_seed_temperature_and_context_count():
     assert len(texts) == 3
     assert max(seen) == 5
     likeliest = generate(model, "The ", 8, context=5, temperature=1e-4)
-    assert likeliest == (b"The " + bytes([BYTE_LLAMA.vocabulary - 1]) * 8).decode(errors="replace")
+    assert likeliest == (b"The " + bytes([BYTES.vocabulary - 1]) * 8).decode(errors="replace")
 
 
 def test_every_norm_has_the_eps_of_the_shape():
@@ -162,7 +161,7 @@ def test_the_loss_is_computed_in_fp32():
 # ---------------------------------------------------------------- config.json
 
 
-@pytest.mark.parametrize("shape", [SMALL, LONG, BYTE_LLAMA, LLAMA_SHAPES["llama-8b"]])
+@pytest.mark.parametrize("shape", [SMALL, LONG, LLAMA_SHAPES["llama-8b"]])
 def test_a_shape_survives_its_config(shape):
     assert llama_from_config(json.loads(json.dumps(config_of_llama(shape)))) == shape
 
@@ -209,28 +208,3 @@ def test_logits_of_transformers(shape):
     theirs.load_state_dict(ours.state_dict())
     assert torch.allclose(ours(numbers), theirs(numbers).logits, atol=1e-5)
     assert not torch.allclose(ours(numbers), ours_of_theirs(numbers), atol=1e-2)  # so the comparison can fail
-
-
-# ---------------------------------------------------------------- on the command line
-
-
-@pytest.mark.parametrize(
-    "flags, complaint",
-    [
-        (["--text", "some.txt"], "text is only for model 'llama', but model is 'shallow'"),
-        (["--model", "llama", "--text", "not-there.txt"], "the text not-there.txt can't be read"),
-        (["--model", "llama", "--text", "short.txt"], "5 bytes, which isn't enough for 10 sequences of 128"),
-        (["--model", "llama", "--text", "empty.txt"], "0 bytes, which isn't enough for 10 sequences of 128"),
-        (["--model", "llama", "--export", "there"], "there already exists"),
-        (["--model", "llama", "--export", "short.txt/model"], "short.txt isn't a writable folder"),
-        (["--model", "llama", "--global-batch-size", "100000"], "training sequences don't fill one global batch"),
-    ],
-)
-def test_bad_input_is_one_line(flags, complaint, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "short.txt").write_text("short")
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "there").mkdir()
-    assert main_in_process("train", *flags) == 2
-    error = capsys.readouterr().err
-    assert complaint in error and error.count("\n") == 1

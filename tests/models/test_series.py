@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_helpers.config import IMAGE_MODELS
+from fsdp_helpers.config import MODELS
 from fsdp_helpers.models.series import build_model, count_params
 
 
@@ -34,7 +34,7 @@ def test_deep_vision_transformer_parameters():
     assert count_params(model) == 8 * 789_760 + 12_800 + 4_096 + 512 + 2_570 == 6_338_058
 
 
-@pytest.mark.parametrize("name", [name for name in IMAGE_MODELS if name != "deep"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "deep"])
 @pytest.mark.parametrize("num_images", [3, 0])  # a rank's share of the test images may be empty
 def test_ten_outputs_an_image(name, num_images):
     model = build_model(name).eval()
@@ -63,6 +63,6 @@ def test_dropout_probabilities():
 
 def test_unknown_model():
     with pytest.raises(
-        ValueError, match="unknown model 'huge'; choose one of shallow, deep, simple, vit, vit-deep, vit-mnist, llama"
+        ValueError, match="unknown model 'huge'; choose one of shallow, deep, simple, vit, vit-deep, vit-mnist"
     ):
         build_model("huge")

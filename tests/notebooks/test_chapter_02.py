@@ -8,8 +8,7 @@ from chapters import CellError, Chapter
 def chapter(tmp_path_factory):
     with Chapter("02", tmp_path_factory.mktemp("02") / "notebooks") as chapter:
         chapter.run_all(chapter.set_up_cells())
-        chapter.run_all(chapter.ranks_cells())
-        chapter.run_all(["one-process-batches", "one-process-norm", "cell-10"])
+        chapter.run_all(["all-reduce", "cell-17", "cell-20", "one-process-batches", "one-process-norm"])
         yield chapter
 
 

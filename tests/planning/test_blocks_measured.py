@@ -83,8 +83,7 @@ def test_operations_are_those_that_torch_counts():
 
 
 @pytest.mark.parametrize("activation_checkpointing", ["none", "units"])
-@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
-def test_a_named_model_peaks_where_the_measured_one_does(api, activation_checkpointing):
+def test_a_named_model_peaks_where_the_measured_one_does(activation_checkpointing):
     """Nothing but numbers on one side, a step of the real model on the other."""
     subject, images = named_subject("vit-mnist"), torch.randn(32, 1, 28, 28)
     model = ViT(MNIST)
@@ -92,7 +91,7 @@ def test_a_named_model_peaks_where_the_measured_one_does(api, activation_checkpo
         model = checkpoint_activations(model, subject.units, activation_checkpointing)
     labels = torch.zeros(32, dtype=torch.long)
     measured = measure_step(model, lambda: F.cross_entropy(model(images), labels))
-    config = TrainConfig(strategy="fsdp-auto-wrap", api=api, activation_checkpointing=activation_checkpointing)
+    config = TrainConfig(strategy="fsdp-auto-wrap", activation_checkpointing=activation_checkpointing)
     for ranks in (2, 64):
         peaks = [
             peak_of_step(profile, config, ranks, subject.units, backend="nccl").bytes

@@ -95,6 +95,12 @@ def test_operations_hand_worked():
     assert vit_subject("tiny", vit).forward_flops(1) == 256 + 128 + 16 + 12
 
 
+def test_attention_in_a_window_sees_the_window():
+    """2 of 4 tokens, and all 4 in every second block: 4 x 2 x 8 and 4 x 4 x 8 a token."""
+    windows = llama_subject("windows", replace(TINY, window=2, full_every=2))
+    assert windows.attention_flops(4) == {"layers.0": 4 * 64, "layers.1": 4 * 128}
+
+
 def test_wide_heads_pay_for_their_width():
     # heads of 5 instead of 2: q 20 wide, k and v 10; the weights of q and out 160 each, k and v 80 each, three of 96
     wide = llama_subject("wide", replace(TINY, head_size=5))

@@ -8,7 +8,10 @@ from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.planning.optimizers import OPTIMIZERS
 from fsdp_helpers.planning.peak import walk_step
+from fsdp_helpers.planning.precisions import PRECISIONS
 from fsdp_helpers.planning.profile import Moment, StepProfile
+from fsdp_helpers.planning.walk.ledger import Ledger
+from fsdp_helpers.planning.walk.units import Shards
 
 SIZES = [(300, 500), (100, 200), (1000,), (400, 250)]  # 271,000 values, the largest 150,000
 RUN_HERE = {
@@ -66,6 +69,15 @@ def test_the_table_of_chapter_09(name):
     for ranks in (2, 8):
         assert peak(ranks, strategy="fsdp") == pytest.approx((4 + state) / ranks + 8)
         assert peak(ranks, strategy="fsdp") < peak(ranks, strategy="ddp")
+
+
+def test_on_two_ranks_half_as_much_is_in_flight():
+    profile = StepProfile(shapes={"a": (100,), "b": (20,)}, moments=())
+    held = {"adam-foreach": 4 * 60, "adam-loop": 4 * 2 * 50, "adam": 0}  # bytes in flight
+    for name, in_flight_bytes in held.items():
+        ledger = Ledger()
+        Shards(profile, 2, 1, (), "nccl", ledger, PRECISIONS["fp32"], OPTIMIZERS[name]).update()
+        assert ledger.peak.bytes == 12 * 60 + in_flight_bytes, name
 
 
 def test_moments_in_8_bits_have_a_scale_for_256_values():

@@ -1,9 +1,11 @@
 """What one rank keeps, to the byte: worked by hand. Held against real ranks in `measuring/test_rank_of_n.py`."""
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.own_shards import own_rows, own_state, values_between
+from fsdp_helpers.planning.own_shards import own_rows, own_state
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.walk.units import num_shards
 
@@ -19,33 +21,32 @@ def test_rows_are_given_out_until_there_are_none():
     # 10 over 4: shares of 3, and the last has what is left; 5 over 4: shares of 2, 2, 1, none
     assert [own_rows(10, 4, place) for place in range(4)] == [3, 3, 3, 1]
     assert [own_rows(5, 4, place) for place in range(4)] == [2, 2, 1, 0]
-    # FSDP2 on rank 0: 3 x 3 + 2 = 11 values; on rank 3: 1 x 3 + 0
+    # On rank 0: 3 x 3 + 2 = 11 values; on rank 3: 1 x 3 + 0
     assert own(0, 4, strategy="fsdp") == 4 * 11
     assert own(3, 4, strategy="fsdp") == 4 * 3
 
 
-def test_a_flat_tensor_is_cut_in_its_middle():
-    # 30 values, 2 of filling, 5 values; 37 in all, 40 over 4 ranks: 10 each. The third has 20 to 30; the fourth none of
-    # the filling at 30 and 31, and the 5.
-    assert [own(rank, 4, strategy="fsdp", api="fsdp1") for rank in range(4)] == [40, 40, 40, 20]
-    assert values_between([(10, 3), (5,)], 28, 34) == 2 + 2
-    # in bf16 the 5 values begin at 32 as well; after 3 values they begin at 8, not at 4
-    assert values_between([(3,), (5,)], 0, 8) == 3 + 4 and values_between([(3,), (5,)], 0, 8, value_bytes=2) == 3
-
-
 def test_whole_copies():
     assert own(0, 1, strategy="local") == own(1, 2, strategy="ddp") == 4 * 35
-    assert own(0, 1, strategy="fsdp") == own(5, 8, strategy="fsdp", api="fsdp1", sharding="none") == 4 * 35
+    assert own(0, 1, strategy="fsdp") == 4 * 35
     # two groups of two: 10 and 5 rows over 2, 5 x 3 + 3; the second group keeps the same
     assert own(0, 4, strategy="fsdp", sharding="hybrid") == own(2, 4, strategy="fsdp", sharding="hybrid") == 4 * 18
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64])
-def test_all_shards_together_are_the_model(api, ranks):
-    states = [own_state(PROFILE, TrainConfig(strategy="fsdp", api=api), ranks, rank=rank) for rank in range(ranks)]
+def test_all_shards_together_are_the_model(ranks):
+    states = [own_state(PROFILE, TrainConfig(strategy="fsdp"), ranks, rank=rank) for rank in range(ranks)]
     assert sum(state.total_bytes for state in states) == 16 * 35
 
 
+@pytest.mark.parametrize("ranks, settings", [(1, {"strategy": "local"}), (2, {"strategy": "fsdp"})])
+def test_frozen_values_have_neither_gradients_nor_moments(ranks, settings):
+    frozen = replace(PROFILE, frozen=frozenset({"a.weight"}))
+    states = [own_state(frozen, TrainConfig(**settings), ranks, rank=rank) for rank in range(ranks)]
+    assert sum(state.parameter_bytes for state in states) == 4 * 35
+    assert sum(state.gradient_bytes for state in states) == 4 * 5
+    assert sum(state.optimizer_bytes for state in states) == 8 * 5
+
+
 def test_ranks_that_share_one_copy():
-    assert [num_shards(sharding, 8) for sharding in ("full", "grad-op", "hybrid", "none")] == [8, 8, 4, 1]
+    assert [num_shards(sharding, 8) for sharding in ("full", "grad-op", "hybrid")] == [8, 8, 4]

@@ -68,10 +68,7 @@ def test_late_in_backward_all_gradients_are_there():
 
 def test_one_unit_on_two_ranks():
     # Shards of parameters and moments: 12 x 320 / 2 = 1,920. One unit has 1,280 bytes of parameters.
-    # FSDP1, with its last gradient: gathered, gradients, and the same joined in a flat tensor: 3 x 1,280
-    fsdp1 = peak(two_layers(), 2, strategy="fsdp", api="fsdp1")
-    assert (fsdp1.bytes, fsdp1.when) == (1_920 + 3 * 1_280, "backward, with the gradient of a.weight")
-    # FSDP2, the reduction: laid out for sending, gloo's copy, and a shard, 640. NCCL needs no copy: the all-gather's
+    # The reduction: laid out for sending, gloo's copy, and a shard, 640. NCCL needs no copy: the all-gather's
     # buffer and the parameters copied out of it are as much as the gradients and their layout, 2 x 1,280.
     assert peak(two_layers(), 2, strategy="fsdp").bytes == 1_920 + 2 * 1_280 + 640
     assert peak(two_layers(), 2, strategy="fsdp", backend="nccl").bytes == 1_920 + 2 * 1_280
@@ -81,17 +78,11 @@ def test_activations_beside_one_unit():
     # FSDP2 keeps the all-gather's buffer through forward: 1,920 + 2 x 1,280 + 2 x 5,000 at its end
     fsdp2 = peak(two_layers(kept=5_000), 2, strategy="fsdp")
     assert (fsdp2.bytes, fsdp2.when) == (1_920 + 2 * 1_280 + 10_000, "forward, in b")
-    # FSDP1 gathers in place: 1,920 + 1,280 + 10,000
-    assert peak(two_layers(kept=5_000), 2, strategy="fsdp", api="fsdp1").bytes == 1_920 + 1_280 + 10_000
 
 
 def test_one_rank():
-    # FSDP1 shards nothing: 12 x 320 = 3,840, gradients, and the same joined: 20 P
-    assert peak(two_layers(), 1, strategy="fsdp", api="fsdp1").bytes == 3_840 + 2 * 1_280
-    # FSDP2 copies its parameters; then gradients and their layout, then layout and shard, now the whole: 20 P too
+    # 12 x 320 = 3,840. It copies its parameters; then gradients and their layout, then layout and shard, now the whole
     assert peak(two_layers(), 1, strategy="fsdp").bytes == 3_840 + 2 * 1_280
-    # and "none" is what FSDP1 does on one rank, on any number
-    assert peak(two_layers(), 8, strategy="fsdp", api="fsdp1", sharding="none").bytes == 3_840 + 2 * 1_280
 
 
 # ---------------------------------------------------------------- two units
@@ -108,10 +99,6 @@ def test_two_units_on_sixteen_ranks_gathering():
     assert peak(two_layers(kept=5_000, working=700), 16, UNITS, strategy="fsdp-auto-wrap").bytes == cut.bytes + 60
     # NCCL: no copy
     assert peak(profile, 16, UNITS, "nccl", strategy="fsdp-auto-wrap").bytes == 240 + 2 * 640 + 10_000
-    # FSDP1 gathers b and a in place, beside one copy of gloo's; without prefetching it does not gather a yet
-    flat = {"strategy": "fsdp-auto-wrap", "api": "fsdp1"}
-    assert peak(profile, 16, UNITS, **flat).bytes == 240 + 3 * 640 + 10_000
-    assert peak(profile, 16, UNITS, **flat, backward_prefetch="none").bytes == 240 + 2 * 640 + 10_000
 
 
 def test_two_units_on_sixteen_ranks_reducing():
@@ -120,50 +107,27 @@ def test_two_units_on_sixteen_ranks_reducing():
     # a gathered: its buffer, the copy out of it, what b sent, b's shard 40 -> 1,960; its gradients instead of the
     # buffer: as much. a reduced: layout, copy, two shards: less.
     assert peak(two_layers(), 16, UNITS, strategy="fsdp-auto-wrap").bytes == 240 + 1_960
-    # FSDP1, b's gradients joined: b and a gathered, b's gradients, the flat one: 4 x 640
-    assert peak(two_layers(), 16, UNITS, strategy="fsdp-auto-wrap", api="fsdp1").bytes == 240 + 4 * 640
 
 
-def test_fsdp1_reduces_with_the_last_gradient_of_a_unit():
-    # Nothing says when b is left, as where other modules share its input: FSDP1 does not wait for that, FSDP2 does
+def test_each_unit_is_gathered_twice_and_reduced_once():
+    # Of the root there is nothing; a and b 640 each, in forward and in backward
+    (gathers, reduces) = walk_step(two_layers(), TrainConfig(strategy="fsdp-auto-wrap"), 16, UNITS).collectives
+    assert (gathers.op, gathers.count, gathers.bytes) == ("all_gather", 4, 4 * 640)
+    assert (reduces.op, reduces.count, reduces.bytes) == ("reduce_scatter", 2, 2 * 640)
+
+
+def test_a_unit_that_is_not_left_is_reduced_at_the_end():
+    # Nothing says when b is left, as where other modules share its input
     whole = two_layers()
     unsaid = tuple(moment for moment in whole.moments if moment.event != "leave_backward")
-    flat = {"strategy": "fsdp-auto-wrap", "api": "fsdp1"}
-    assert peak(replace(whole, moments=unsaid), 16, UNITS, **flat).bytes == 240 + 4 * 640
     late = peak(replace(whole, moments=unsaid), 16, UNITS, "nccl", strategy="fsdp-auto-wrap")
     assert late.bytes > peak(whole, 16, UNITS, "nccl", strategy="fsdp-auto-wrap").bytes
 
 
-def test_fsdp1_joins_the_gradients_of_each_use():
-    # Layer a, used twice: 640 bytes. After the first use in backward its gradient waits, among the activations.
-    walk = [
-        ("enter_forward", "", 0), ("enter_forward", "a", 0), ("leave_forward", "a", 0), ("enter_forward", "a", 0),
-        ("leave_forward", "a", 0), ("leave_forward", "", 0), ("enter_backward", "", 0), ("enter_backward", "a", 0),
-        ("leave_backward", "a", 640), ("enter_backward", "a", 640), ("gradient", "a.weight", 0),
-        ("leave_backward", "a", 0),
-    ]  # fmt: skip
-    moments = tuple(
-        Moment(event=event, name=name, activation_bytes=size, highest_bytes=size) for event, name, size in walk
-    )
-    profile = StepProfile(shapes={"a.weight": (160,)}, moments=moments)
-    # Shards 12 x 160 / 2 = 960. At the end: gathered, this use's gradient, the same joined, the flat one of the other
-    flat = walk_step(profile, TrainConfig(strategy="fsdp-auto-wrap", api="fsdp1"), 2, ["a"], backend="nccl")
-    assert flat.peak.bytes == 960 + 4 * 640
-    assert {seen.op: seen.count for seen in flat.collectives} == {"all_gather": 3, "reduce_scatter": 1}
-
-
-def test_fsdp1_gives_frozen_values_beside_trained_ones_gradients():
-    # b is frozen. In one unit with a it gets a gradient; the profile has to have been measured with that.
-    whole = two_layers()
-    plain = tuple(moment for moment in whole.moments if (moment.event, moment.name) != ("gradient", "b.weight"))
-    frozen = StepProfile(shapes=whole.shapes, moments=plain, frozen=frozenset({"b.weight"}))
-    with pytest.raises(ValueError, match="includes 1 frozen parameter.s., but .* measured with gradients for 0"):
-        peak(frozen, 2, strategy="fsdp", api="fsdp1")
-    thawed = replace(frozen, thawed=frozenset({"b.weight"}), thawed_moments=whole.moments)
-    # One unit of 1,280 bytes: shards 2 x 1,280 / 2 with a's moments, 640; gathered, both gradients, and these joined
-    assert peak(thawed, 2, strategy="fsdp", api="fsdp1").bytes == 640 + 640 + 3 * 1_280
-    # A unit each: nothing is mixed
-    assert peak(frozen, 2, UNITS, strategy="fsdp-auto-wrap", api="fsdp1").bytes < 640 + 640 + 3 * 1_280
+def test_fsdp1_is_refused():
+    with pytest.raises(ValueError, match="the planner covers FSDP2"):
+        peak(two_layers(), 2, strategy="fsdp", api="fsdp1")
+    assert peak(two_layers(), 2, strategy="ddp", api="fsdp1").bytes  # which no strategy but FSDP's looks at
 
 
 def test_fsdp2_frees_the_buffer_of_an_inner_unit_when_it_is_computed_again():
@@ -186,21 +150,6 @@ def test_fsdp2_frees_the_buffer_of_an_inner_unit_when_it_is_computed_again():
     assert peak(stopped, 2, ["a", "a.b"], "nccl", **config).bytes == 1_920 + 3 * 640 + 9_000
 
 
-def test_prefetching_after_the_gradients():
-    # FSDP1's "post" gathers a once b's parameters are freed: early in backward b alone is there, with gloo's copy of it
-    post = {"strategy": "fsdp-auto-wrap", "api": "fsdp1", "backward_prefetch": "post"}
-    profile = two_layers(kept=5_000)
-    assert peak(profile, 16, UNITS, **post).bytes == 240 + 2 * 640 + 10_000
-    # Between b and a, 9,000 are in flight: a, 640, is gathered beside b's shard, 40; without prefetching it is not.
-    moments = [
-        replace(moment, highest_bytes=9_000) if (moment.event, moment.name) == ("leave_backward", "b") else moment
-        for moment in two_layers().moments
-    ]
-    between = replace(two_layers(), moments=tuple(moments))
-    assert peak(between, 16, UNITS, **post).bytes == 240 + 640 + 40 + 9_000
-    assert peak(between, 16, UNITS, **post | {"backward_prefetch": "none"}).bytes == 240 + 40 + 9_000
-
-
 def test_shards_are_offloaded_where_there_is_a_host():
     offload = TrainConfig(strategy="fsdp-offload")
     # A rank on the CPU has no other memory: as above, 240 of shards and 1,960 early in a's backward.
@@ -212,10 +161,9 @@ def test_shards_are_offloaded_where_there_is_a_host():
 def test_grad_op_keeps_what_forward_gathered():
     # 16 ranks, early in backward: a and b whole, nothing to gather
     profile = two_layers(kept=5_000)
-    for api in ("fsdp1", "fsdp2"):
-        kept = peak(profile, 16, UNITS, strategy="fsdp-auto-wrap", api=api, sharding="grad-op")
-        assert kept.by_kind()["gathered"] == 2 * 640
-        # a setting of FSDP2 does the same to its units
+    kept = peak(profile, 16, UNITS, strategy="fsdp-auto-wrap", sharding="grad-op")
+    assert kept.by_kind()["gathered"] == 2 * 640
+    # a setting of FSDP2 does the same to its units
     kept = peak(profile, 16, UNITS, strategy="fsdp-auto-wrap", reshard_after_forward=False)
     assert kept.by_kind()["gathered"] == 2 * 640
     # "hybrid" shards over half of the ranks: 12 x 320 / 8
@@ -223,21 +171,13 @@ def test_grad_op_keeps_what_forward_gathered():
 
 
 def test_padding():
-    # 7 rows over 4 ranks are 8 for FSDP2, parameter by parameter; FSDP1 fills up 7 + 1 + 7 to 16
+    # 7 rows over 4 ranks are 8, parameter by parameter
     profile = two_layers(values=7)
     by_row = peak(replace(profile, shapes={"a.weight": (7, 1), "b.weight": (7, 1)}), 4, strategy="fsdp")
     assert by_row.by_kind()["parameters"] == 4 * (8 + 8) // 4
-    assert peak(profile, 4, strategy="fsdp", api="fsdp1").by_kind()["parameters"] == 4 * 16 // 4
-    # The flat tensor is made so, and needs no copy when it is reduced: shards 12 x 16 / 4 = 48; at the end of backward
-    # the gathered parameters 64, their gradients 56, and the same joined, 64
-    assert peak(profile, 4, strategy="fsdp", api="fsdp1").bytes == 48 + 64 + 56 + 64
-    # 3 ranks, 4 and 4 rows: 6 and 6, against 8 values filled up to 9
+    # 3 ranks, 4 and 4 rows: 6 and 6
     shapes = {"a.weight": (4,), "b.weight": (4,)}
-    found = [
-        peak(replace(profile, shapes=shapes), 3, strategy="fsdp", api=api).by_kind()["parameters"]
-        for api in ("fsdp2", "fsdp1")
-    ]
-    assert found == [16, 12]
+    assert peak(replace(profile, shapes=shapes), 3, strategy="fsdp").by_kind()["parameters"] == 4 * (6 + 6) // 3
 
 
 def test_a_cpu_lays_gradients_out_with_copies():
@@ -264,11 +204,6 @@ def test_bf16_halves_what_is_gathered_and_its_gradient():
     cut = {"strategy": "fsdp-auto-wrap", "precision": "bf16"}
     # and the bf16 copy of a shard that is sent, 2 x 160 / 16
     assert peak(two_layers(kept=5_000), 16, UNITS, **cut).bytes == 240 + 3 * 320 + 20 + 10_000
-    # FSDP1 makes such a copy, too
-    assert peak(two_layers(kept=5_000), 16, UNITS, **cut, api="fsdp1").bytes == 240 + 3 * 320 + 20 + 10_000
-    # and reduces in fp32: one unit of 320 values, in bf16 640, in fp32 1,280, gloo's copy 1,280, a shard 80
-    one = peak(two_layers(), 16, strategy="fsdp", precision="bf16", api="fsdp1")
-    assert one.bytes == 240 + 640 + 2 * 1_280 + 80
 
 
 def test_micro_batches():
@@ -281,21 +216,16 @@ def test_micro_batches():
     for parts in (2, 3):
         each = {**waiting, "micro_batches": parts, "sync_micro_batches": None}  # as nobody says otherwise
         assert peak(profile, 16, UNITS, **each).bytes == 12_160 + 2 * 40
-    # or, with whole gradients, parameters that stay from the first forward to the last backward: nothing is gathered
-    kept = peak(profile, 16, UNITS, **waiting, reshard_after_forward=False, reshard_after_backward=False)
-    assert kept.bytes == 240 + 2 * 640 + 10_000 + 2 * 640
-    # for FSDP1 as well; where everything is whole, the gradients of the first part are there early
-    assert peak(profile, 16, UNITS, **waiting, api="fsdp1").bytes == 12_160 + 2 * 640
+    # where everything is whole, the gradients of the first part are there early
     assert peak(profile, 1, strategy="local", micro_batches=2).bytes == 3_840 + 1_280 + 10_000
-    # Under FSDP2 whole gradients wait in fp32, 2 x 640, also where parameters are gathered in bf16, 320 each
+    # Whole gradients wait in fp32, 2 x 640, also where parameters are gathered in bf16, 320 each
     in_bf16 = peak(profile, 16, UNITS, **waiting, precision="bf16")
     assert in_bf16.bytes == 240 + 3 * 320 + 20 + 10_000 + 2 * 640
 
 
-@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("sync", [None, False])
-def test_parts_between_the_first_and_the_last_are_counted_without_a_walk(api, sync, monkeypatch):
-    cut = {"strategy": "fsdp-auto-wrap", "api": api, "micro_batches": 7, "sync_micro_batches": sync}
+def test_parts_between_the_first_and_the_last_are_counted_without_a_walk(sync, monkeypatch):
+    cut = {"strategy": "fsdp-auto-wrap", "micro_batches": 7, "sync_micro_batches": sync}
     config = TrainConfig(**cut, global_batch_size=7 * 16)
     short = walk_step(two_layers(kept=5_000), config, 16, UNITS)
     monkeypatch.setattr(peak_module, "WALKED_PARTS", 7)
@@ -348,9 +278,9 @@ def test_a_unit_without_parameters_is_an_error():
 def test_a_parameter_belongs_to_the_innermost_unit_around_it():
     shapes = {"features.0.weight": (32, 9), "features.3.weight": (64, 9), "fc.weight": (5, 2), "fc1.weight": (3,)}
     profile = replace(two_layers(), shapes=shapes)
-    units = cut(profile, ["features", "features.0", "features.3", "fc"], "fsdp2", 1)
+    units = cut(profile, ["features", "features.0", "features.3", "fc"], 1)
     # `features` keeps nothing that its convolutions have not taken; `fc1` is not within `fc`
-    assert {unit.label: unit.values for unit in units.values()} == {
+    assert {unit.label: unit.padded for unit in units.values()} == {
         "features.0": 288,
         "features.3": 576,
         "features": 0,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_helpers.planning.advice import changes_until_it_fits, fastest, possible_changes, verdict
+from fsdp_helpers.planning.advice import changes_until_it_fits, fastest, held_back, possible_changes, verdict
 from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
 from fsdp_helpers.planning.transformer import BlockBytes, stack_profile
@@ -15,7 +15,7 @@ BLOCKS, PARAMS = ("a", "b"), 2_016
 SHARDED = Settings(batch=20)
 
 
-def profile_of(batch: int, precision: str, activation_checkpointing: str, flat_units=None):
+def profile_of(batch: int, precision: str, activation_checkpointing: str):
     half = 2 if precision == "bf16" else 1
     block = BlockBytes(
         kept_bytes=500 * batch // half,
@@ -116,11 +116,15 @@ def test_copies_across_groups():
     sent = {seen.op: (seen.bytes, seen.sent_bytes) for seen in hybrid.collectives}
     assert sent["reduce_scatter"] == (8_064, 4_032)
     assert sent["all_reduce"] == (4_032, 4_032 * 6 // 4)
-    whole = make_plan(SUBJECT, replace(SHARDED, api="fsdp1", sharding="none"), cluster())
-    assert [(seen.op, seen.bytes) for seen in whole.collectives] == [("all_reduce", 8_064)]
-    # 3 ranks do not divide it: the flat gradients of 1,000, 1,000 and 16 values are filled up by 2 each
-    filled = make_plan(SUBJECT, replace(SHARDED, api="fsdp1", sharding="none"), cluster(3))
-    assert [(seen.op, seen.bytes) for seen in filled.collectives] == [("all_reduce", 4 * (1_002 + 1_002 + 18))]
+
+
+def test_gradients_are_reduced_once_if_they_are_held_back():
+    usual, held = (replace(SHARDED, micro_batches=3, sync_micro_batches=sync) for sync in (None, False))
+    plan, *plans = (make_plan(SUBJECT, settings, cluster()) for settings in (usual, held))
+    assert held_back(plan, SUBJECT) == plans[0] and held_back(plans[0], SUBJECT) is None
+    assert held_back(make_plan(SUBJECT, SHARDED, cluster()), SUBJECT) is None  # there is one part
+    reduced = [seen.count for one in (plan, *plans) for seen in one.collectives if seen.op == "reduce_scatter"]
+    assert reduced == [3 * 3, 3]  # two blocks and the root
 
 
 def test_shards_in_host_memory():

@@ -59,7 +59,6 @@ def plan_of(number: int) -> Plan:
     assert subject.num_params == int(row["parameters"])
     settings = Settings(
         batch=int(row["micro_batch"]) * sequence,
-        api="fsdp1",
         precision=PRECISIONS[row["precision"]],
         activation_checkpointing={"full": "units", "none": "none"}[row["recompute"]],
         micro_batches=int(row["accumulation"]),

@@ -38,16 +38,6 @@ def test_gathers_hide_behind_arithmetic():
     assert time.estimate_s == pytest.approx(66.064)
 
 
-@pytest.mark.parametrize("prefetch", ["pre", "post", "none"])
-def test_fsdp1_waits_for_the_gather_of_backward(prefetch):
-    """Forward as above; b is the last unit of forward, so its backward waits 2 s for a gather whatever is prefetched."""
-    time = timed(api="fsdp1", backward_prefetch=prefetch)
-    # "pre" and "post" ask for a before b's reduction, "none" after it, and then a waits for both
-    late_s = {"pre": 0, "post": 0, "none": 2 + 2}[prefetch]
-    assert time.exposed_s == pytest.approx(0.032 + 2 + 2 + late_s + 2 + 0.032)
-    assert [span.unit for span in time.spans if span.what == "all_gather"] == ["", "a", "b", "b", "a"]
-
-
 def test_the_range_goes_from_all_hidden_to_nothing_hidden():
     time = timed()
     assert (time.shortest_s, time.longest_s) == (60.0, pytest.approx(72.064 / 0.75))

@@ -42,12 +42,8 @@ def test_an_unknown_operation_is_refused():
 
 def test_padding_hand_worked():
     shapes = [(2, 3), (2,), (5,)]  # 6, 2 and 5 values
-    # FSDP1: 6, filled to 8; 2 more, filled to 12; 5 more are 17; filled to a multiple of 2 or 3: 18, of 4: 20
-    assert [padded_params("fsdp1", shapes, ranks) for ranks in (1, 2, 3, 4)] == [17, 18, 18, 20]
-    # in bf16 places are every 8 values: 6, filled to 8; 2 more, filled to 16; 5 more are 21
-    assert [padded_params("fsdp1", shapes, ranks, value_bytes=2) for ranks in (1, 2, 3, 4)] == [21, 22, 21, 24]
-    # FSDP2: rows filled to a multiple of N. N = 2: 2 x 3 + 2 + 6; N = 3: 3 x 3 + 3 + 6; N = 4: 4 x 3 + 4 + 8
-    assert [padded_params("fsdp2", shapes, ranks) for ranks in (1, 2, 3, 4)] == [13, 14, 18, 24]
+    # rows filled to a multiple of N. N = 2: 2 x 3 + 2 + 6; N = 3: 3 x 3 + 3 + 6; N = 4: 4 x 3 + 4 + 8
+    assert [padded_params(shapes, ranks) for ranks in (1, 2, 3, 4)] == [13, 14, 18, 24]
 
 
 def test_the_shortest_and_the_longest_step():

@@ -10,14 +10,12 @@ from fsdp_helpers.measuring.prediction_errors import ErrorRow, read_errors
 FAST = [
     ("U-Net", "auto-wrap"),
     ("experts", "auto-wrap"),
-    ("experts", "FSDP1 auto-wrap"),
     ("used again", "auto-wrap"),
-    ("used again", "FSDP1 auto-wrap"),
-    ("latents", "FSDP1 auto-wrap"),
+    ("latents", "auto-wrap"),
     ("nested", "checkpointed"),
     ("table", "DDP"),
     ("Llama", "bf16"),
-    ("LoRA", "FSDP1 auto-wrap"),
+    ("LoRA", "auto-wrap"),
     ("LoRA, loss in chunks", "auto-wrap"),
 ]
 
@@ -34,12 +32,6 @@ def check(rows: list[ErrorRow]) -> None:
 @pytest.mark.long
 def test_the_zoo_on_two_ranks():
     check(measure_cases(FAST, 2))
-
-
-@pytest.mark.long
-def test_one_rank_of_fsdp1_has_a_copy_in_bf16():
-    """Nothing is sharded, and still each unit is cast, and its gradient cast back."""
-    check(measure_cases([(name, "FSDP1 bf16") for name in ("Llama", "latents", "nested")], 1))
 
 
 @pytest.mark.parametrize("ranks", REAL_RANKS)

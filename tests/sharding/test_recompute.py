@@ -27,8 +27,6 @@ WAYS = [
 ]
 SHARDED_UNITS = WAYS[4:]
 
-
-KINDS = ("none", "units", "selective")
 NESTED = 16_500  # in each block of "vit" linear1 (16,640), and the block with what is left (33,344)
 
 
@@ -36,23 +34,7 @@ NESTED = 16_500  # in each block of "vit" linear1 (16,640), and the block with w
 def run(tmp_path_factory):
     """Runs of "vit", dropout on, on the digits; on two ranks, and of the plain model on one."""
     always = {"model": "vit", "min_num_params": 40_000, "max_steps": 3, "global_batch_size": 16, "test_images": 12}
-    always["data_dir"] = str(tmp_path_factory.mktemp("no-mnist"))
-    one_process = [{"strategy": "local", "api": "fsdp2", "activation_checkpointing": kind} for kind in KINDS]
-    ways = [("fsdp2", {}, KINDS)] + [
-        (api, settings, ("none", "units"))
-        for api, settings in [
-            ("fsdp1", {}),
-            ("fsdp1", {"min_num_params": NESTED, "max_steps": 2}),
-            ("fsdp2", {"min_num_params": NESTED, "max_steps": 2}),
-            ("fsdp2", {"precision": "bf16", "max_steps": 2}),
-        ]
-    ]
-    two_ranks = [
-        {"strategy": "fsdp-auto-wrap", "api": api, "activation_checkpointing": kind} | settings
-        for api, settings, kinds in ways
-        for kind in kinds
-    ]
-    runs = Runs(always, [(1, settings) for settings in one_process] + [(2, settings) for settings in two_ranks])
+    runs = Runs(**always, data_dir=str(tmp_path_factory.mktemp("no-mnist")))
 
     def run(strategy: str, api: str = "fsdp2", **settings) -> RunRecord:
         return runs(strategy, api, 1 if strategy == "local" else 2, **settings)

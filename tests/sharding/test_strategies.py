@@ -28,40 +28,19 @@ SHARDED = [pair for pair in PAIRS if pair != ("fsdp-offload", "fsdp1")]  # which
 ONE_UNIT, AUTO_WRAP = SHARDED[:2], SHARDED[2:4]
 # Two ranks with 32 images each: enough that activations count. The others are here for their losses.
 BATCH_SIZES = {1: 64, 2: 64, 3: 24, 4: 24}
-# Enough for a steady step. Two and three ranks train some more for their losses; a second run would be no quicker.
+# Enough for a steady step. Two and three ranks train some more for their losses.
 FEW_STEPS = {1: {"max_steps": 3}, 2: {}, 3: {}, 4: {"max_steps": 3}}
 
 
-FOUR = ONE_UNIT + AUTO_WRAP
-WAYS = {1: [], 2: SHARDED, 3: FOUR, 4: []}  # by number of ranks: what several tests look at, beside DDP
 LEARNING = 8  # steps, after which the loss is clearly less than it was
 VIT = {"model": "vit", "max_steps": 2, "global_batch_size": 4}
 VIT_IN_LAYERS = {"model": "vit", "max_steps": 1, "global_batch_size": 4, "min_num_params": 16_000}
-ONE_LOOKS_AT = {
-    1: [{"strategy": "local", "api": "fsdp2", "dropout": False, "max_steps": LEARNING}],
-    2: [
-        *[{"strategy": s, "api": api, "dropout": False, "max_steps": LEARNING} for s, api in AUTO_WRAP],
-        *[{"strategy": s, "api": api} | VIT | {"sharding": how} for s, api in AUTO_WRAP for how in ("full", "grad-op")],
-        *[{"strategy": strategy, "api": api} | VIT_IN_LAYERS for strategy, api in [("ddp", "fsdp2"), *AUTO_WRAP]],
-        {"strategy": "fsdp-auto-wrap", "api": "fsdp1", "backward_prefetch": "post"} | VIT,
-        {"strategy": "fsdp-auto-wrap", "api": "fsdp2", "min_num_params": 100_000_000, "max_steps": 4},
-        {"strategy": "fsdp", "api": "fsdp1", "sharding": "none"},
-    ],
-    3: [],
-    4: [{"strategy": "fsdp-auto-wrap", "api": api, "sharding": "hybrid"} for api in APIS],
-}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs on the digits."""
-    always = {"test_images": 12, "max_steps": 5, "data_dir": str(tmp_path_factory.mktemp("no-mnist"))}
-    planned = [
-        (size, {"global_batch_size": BATCH_SIZES[size]} | FEW_STEPS[size] | settings)
-        for size, ways in WAYS.items()
-        for settings in [{"strategy": s, "api": api} for s, api in [("ddp", "fsdp2"), *ways]] + ONE_LOOKS_AT[size]
-    ]
-    runs = Runs(always, planned)
+    runs = Runs(test_images=12, max_steps=5, data_dir=str(tmp_path_factory.mktemp("no-mnist")))
 
     def run(strategy: str, api: str = "fsdp2", world_size: int = 2, **settings) -> RunRecord:
         return runs(strategy, api, world_size, **{"global_batch_size": BATCH_SIZES[world_size]} | settings)

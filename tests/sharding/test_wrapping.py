@@ -101,10 +101,10 @@ def test_a_negative_threshold_is_refused():
 
 def test_both_apis_have_the_units_that_were_chosen():
     cases = {"shallow": POLICIES, "vit": POLICIES, "deep": ["size 20,000"]}
-    calls = [(workers.units_of_both_apis, model, [POLICIES[name] for name in cases[model]]) for model in cases]
-    (found,) = launch(workers.call_each, calls, world_size=1, device="cpu")
-    for model, of_model in zip(cases, found, strict=True):
-        for name, (fsdp1, fsdp2) in zip(cases[model], of_model, strict=True):
+    for model, names in cases.items():
+        policies = [POLICIES[name] for name in names]
+        (found,) = launch(workers.units_of_both_apis, model, policies, world_size=1, device="cpu")
+        for name, (fsdp1, fsdp2) in zip(names, found, strict=True):
             chosen = sorted(choose_units(model_without_values(model), POLICIES[name]))
             assert (model, name, fsdp1) == (model, name, chosen)
             assert (model, name, fsdp2) == (model, name, chosen)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pretrained import load_hugging_face, read_config
+from pretrained import config_of_llama, load_hugging_face, read_config, save_hugging_face
 from programs import Killed, has_ended, shares_a_lock, wait_until
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -24,9 +24,8 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchrun_jobs import one_agent, torchrun_job, wait_for_output
 
-from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.models.llama import IGNORED, Llama
-from fsdp_helpers.models.shapes import LlamaShape, RopeScaling, config_of_llama, llama_from_config
+from fsdp_helpers.models.shapes import LlamaShape, RopeScaling, llama_from_config
 from fsdp_helpers.ranks.launch import launch
 
 SHAPE = LlamaShape(

@@ -68,12 +68,6 @@ def test_evaluate_counts_nothing_for_an_empty_batch():
     assert evaluate(model, [empty]).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_evaluate_counts_tokens_not_sequences():
-    model = nn.Linear(1, 3)
-    inputs, labels = torch.ones(2, 5, 1), torch.full((2, 5), model(torch.ones(1)).argmax().item())
-    assert evaluate(model, [(inputs, labels)]).tolist()[1:] == [10.0, 10.0]
-
-
 def test_evaluate_leaves_no_gradient():
     model = one_weight()
     evaluate(model, [(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))])

@@ -6,7 +6,7 @@ from workers_for_tests import answer_to_each_disagreement, train_with_a_clock_of
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.training.worker import epoch_record, epochs_to_train
+from fsdp_helpers.training.worker import epoch_record, epochs_to_train, load_rank_data
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,11 @@ def tiny(digits_dir) -> TrainConfig:
     return TrainConfig(
         strategy="ddp", max_steps=2, global_batch_size=4, train_images=8, test_images=4, data_dir=str(digits_dir)
     )
+
+
+def test_a_rank_loads_the_images_that_the_run_asks_for(tiny):
+    dataset = load_rank_data(tiny, torch.device("cpu"))
+    assert (len(dataset.train), len(dataset.test)) == (8, 4)
 
 
 def test_every_rank_is_told_where_ranks_disagree(tiny, tmp_path):

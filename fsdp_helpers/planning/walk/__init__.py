@@ -1,1 +1,1 @@
-"""Walk through a step event by event, with FSDP1, with FSDP2 or without sharding."""
+"""Walk through a step event by event, with FSDP2 or without sharding."""

@@ -20,7 +20,6 @@ class FullyShard:
         self.units = {name: unit for name, unit in shards.units.items() if unit.parameters or name == ROOT}
         self._shards, self._ranks = shards, shards.ranks
         self._frees_after_forward = config.reshard_after_forward and config.sharding != "grad-op"
-        self._reshards_after_backward = config.reshard_after_backward
         self._order: list[Unit] = []  # in the order in which forwards ended; a unit appears once per use
         self._uses: dict[str, list[int]] = {}  # unit -> the positions of its uses in that order
         self._in_backward: set[str] = set()  # units that have entered backward and haven't left it
@@ -31,9 +30,8 @@ class FullyShard:
         self._recomputed: str | None = None
         self._sent: Unit | None = None  # the unit whose reduce-scatter buffer backward still keeps
 
-    def begin_part(self, *, reduces: bool, is_last: bool) -> None:
+    def begin_part(self, *, reduces: bool) -> None:
         self._reduces = reduces
-        self._frees_after_backward = is_last or self._reshards_after_backward
 
     def enter_forward(self, name: str) -> None:
         """Unshard, and keep the buffer until the next buffer is filled. A recomputed unit may already be unsharded."""
@@ -98,8 +96,7 @@ class FullyShard:
         unit = self.units[name]
         self._in_backward.discard(name)
         self._done.add(name)
-        if self._frees_after_backward:
-            self._shards.free_gathered(unit)
+        self._shards.free_gathered(unit)
         if not self._reduces:
             for parameter in self._shards.waiting(unit):
                 # Gradients wait for the next micro-batch in the reduction's precision

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.optimizers import Optimizer
-from fsdp_helpers.planning.precisions import FP32_BYTES, ValueBytes
+from fsdp_helpers.planning.precisions import ValueBytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
@@ -25,9 +24,7 @@ class Unit:
 
     name: str  # the name of its module
     parameters: tuple[str, ...]
-    values: int  # before padding to equal shards, but with the gaps that align parameters in FSDP1's flat tensor
-    padded: int  # the same, padded so that it splits evenly across the ranks
-    is_trained: bool  # whether any of its parameters is trained
+    padded: int  # the number of values, with the rows of each parameter padded to equal shards
 
     @property
     def label(self) -> str:
@@ -35,13 +32,11 @@ class Unit:
 
 
 def num_shards(sharding: str, world_size: int) -> int:
-    """Return how many ranks share a copy of the state: half with "hybrid", one with "none", and all otherwise."""
-    return {"hybrid": world_size // 2, "none": 1}.get(sharding, world_size)
+    """Return how many ranks share a copy of the state: half with "hybrid", and all otherwise."""
+    return world_size // 2 if sharding == "hybrid" else world_size
 
 
-def cut(
-    profile: StepProfile, names: Sequence[str], api: str, ranks: int, *, value_bytes: int = FP32_BYTES
-) -> dict[str, Unit]:
+def cut(profile: StepProfile, names: Sequence[str], ranks: int) -> dict[str, Unit]:
     """Return the root and the named units; a parameter belongs to the innermost unit that contains it.
 
     A unit is empty if all its parameters belong to units inside it. Raises ValueError for a unit that isn't a module
@@ -61,14 +56,14 @@ def cut(
     for name in wanted:
         if name not in modules:
             raise ValueError(f"unit {name!r} has no parameters; name a module that has parameters")
-    return {name: _unit(name, parameters, profile, api, ranks, value_bytes) for name, parameters in found.items()}
-
-
-def frozen_beside_trained(profile: StepProfile, names: Sequence[str]) -> frozenset[str]:
-    """Return the profile's frozen parameters that are in the same unit (or the root) as a trained one."""
-    names = set(names)
-    trained = {_innermost(parameter, names) for parameter in profile.trained}
-    return frozenset(parameter for parameter in profile.frozen if _innermost(parameter, names) in trained)
+    return {
+        name: Unit(
+            name=name,
+            parameters=tuple(parameters),
+            padded=padded_params([profile.shapes[parameter] for parameter in parameters], ranks),
+        )
+        for name, parameters in found.items()
+    }
 
 
 def _innermost(parameter: str, units: Collection[str]) -> str:
@@ -93,17 +88,6 @@ def _check_tied(profile: StepProfile, units: Collection[str]) -> None:
             )
 
 
-def _unit(name: str, parameters: list[str], profile: StepProfile, api: str, ranks: int, value_bytes: int) -> Unit:
-    shapes = [profile.shapes[parameter] for parameter in parameters]
-    return Unit(
-        name=name,
-        parameters=tuple(parameters),
-        values=padded_params(api, shapes, 1, value_bytes=value_bytes),
-        padded=padded_params(api, shapes, ranks, value_bytes=value_bytes),
-        is_trained=any(parameter not in profile.frozen for parameter in parameters),
-    )
-
-
 class Shards:
     """A rank's memory by unit, recorded in a ledger: unsharded parameters, full gradients, buffers and shards.
 
@@ -114,7 +98,6 @@ class Shards:
     def __init__(
         self,
         profile: StepProfile,
-        config: TrainConfig,
         ranks: int,
         replicas: int,
         units: Sequence[str],
@@ -125,9 +108,9 @@ class Shards:
         *,
         offloads: bool = False,
     ) -> None:
-        self.units = cut(profile, units, config.api, ranks, value_bytes=sizes.gathered)
+        self.units = cut(profile, units, ranks)
         self.ranks, self.sizes = ranks, sizes
-        self._api, self._replicas, self._backend, self._ledger = config.api, replicas, backend, ledger
+        self._replicas, self._backend, self._ledger = replicas, backend, ledger
         self._offloads, self._optimizer = offloads, optimizer
         self._shapes, self._trained = profile.shapes, profile.trained
         self._values = {name: prod(shape) for name, shape in profile.shapes.items()}
@@ -143,23 +126,18 @@ class Shards:
                 ledger.hold(ROOT, Term(kind="optimizer", name=f"shards of {name}", **state))
 
     def _trained_padded(self) -> int:
-        """Return the number of values in all trained shards, including FSDP2's padding of rows."""
-        if len(self._trained) == len(self._shapes):
-            return sum(unit.padded for unit in self.units.values())
-        return padded_params("fsdp2", list(self._trained.values()), self.ranks if self._api == "fsdp2" else 1)
+        """Return the number of values in all trained shards, padding included."""
+        return padded_params(list(self._trained.values()), self.ranks)
 
     def update(self) -> None:
         """Hold the optimizer step's temporaries, on top of all shards, then free them."""
         if self._offloads:
             return
-        largest = max((padded_params("fsdp2", [shape], self.ranks) for shape in self._trained.values()), default=0)
+        largest = max((padded_params([shape], self.ranks) for shape in self._trained.values()), default=0)
         values = self._optimizer.in_flight_values(self._trained_padded(), largest)
         size = {"values": values, "value_bytes": self.sizes.kept, "ranks": self.ranks}
         self._ledger.hold(ROOT, Term(kind="optimizer", name="in flight", **size))
         self._ledger.free(ROOT, "optimizer", "in flight")
-
-    def unit_of(self, parameter: str) -> Unit:
-        return self._unit_of[parameter]
 
     def compute(self, phase: str, unit: Unit) -> None:
         self._ledger.compute(phase, unit.name)
@@ -185,10 +163,8 @@ class Shards:
         self._ledger.free(unit.name, "buffers", f"{use}, {unit.label}")
 
     def reduced_values(self, unit: Unit) -> int:
-        """Return how many values a unit reduces: its flat tensor (FSDP1), or its padded rows with gradients (FSDP2)."""
-        if self._api == "fsdp1":
-            return unit.padded
-        return padded_params("fsdp2", [self._shapes[name] for name in self.waiting(unit)], self.ranks)
+        """Return how many values a unit reduces: the padded rows of its parameters that have gradients."""
+        return padded_params([self._shapes[name] for name in self.waiting(unit)], self.ranks)
 
     def lay_out(self, unit: Unit) -> None:
         """Lay out gradients for the reduction as FSDP2 does, with `_chunk_cat`, which makes extra copies on a CPU.
@@ -229,15 +205,9 @@ class Shards:
             self.free_buffer(COPY_OF_GLOO, unit)
 
     def all_reduce(self, unit: Unit, values: int) -> None:
-        """Sum a gradient shard across all copies of the state, if there are several.
-
-        If every rank has its own copy, FSDP1's flat gradient is padded so that it splits evenly across all ranks.
-        """
-        shard_values = values // self.ranks if self.ranks > 1 else -(-unit.values // self._replicas) * self._replicas
-        full_bytes = self.sizes.reduced * shard_values
-        self._ledger.communicate(
-            "all_reduce", full_bytes, self._replicas, unit.name, late=True, between_copies=self.ranks > 1
-        )
+        """Sum a gradient shard across all copies of the state, if there are several."""
+        full_bytes = self.sizes.reduced * (values // self.ranks)
+        self._ledger.communicate("all_reduce", full_bytes, self._replicas, unit.name, late=True, between_copies=True)
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
         """Hold one parameter's full gradient."""
@@ -254,17 +224,6 @@ class Shards:
     def free_gradients(self, unit: Unit) -> None:
         for name in self.waiting(unit):
             self._ledger.free(name, "gradients", self._full(unit))
-
-    def take_flat_gradient(self, name: str, unit: Unit) -> None:
-        """Hold a unit's full gradients in one tensor, which is padded like its parameters."""
-        size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
-        self._ledger.hold(unit.name, Term(kind="gradients", name=f"{name}, {unit.label}", **size))
-
-    def has_flat_gradient(self, name: str, unit: Unit) -> bool:
-        return self._ledger.holds(unit.name, "gradients", f"{name}, {unit.label}")
-
-    def free_flat_gradient(self, name: str, unit: Unit) -> None:
-        self._ledger.free(unit.name, "gradients", f"{name}, {unit.label}")
 
     def has_shard(self, unit: Unit) -> bool:
         """Return True if the unit already has a shard of its reduced gradient."""

@@ -46,7 +46,7 @@ class WholeModel:
         elif config.strategy == "ddp":
             ledger.hold(ROOT, Term(kind="buffers", name="buckets", **trained))
 
-    def begin_part(self, *, reduces: bool, is_last: bool) -> None:
+    def begin_part(self, *, reduces: bool) -> None:
         """Note whether this micro-batch's gradients are reduced; they take the same memory either way."""
         self._reduces = reduces
         self._backward_runs = False

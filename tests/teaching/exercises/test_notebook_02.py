@@ -54,7 +54,6 @@ def average_gradients(model, bucket_bytes):
 class TestAverageGradients(BuildTestsOnRanks):
     name = "my_ddp"
     checker = staticmethod(notebook_02.check_average_gradients)
-    worker = staticmethod(notebook_02.average_by_reader)
     starter = "on 2 ranks.*there was no collective"
     wrong = [
         ([("    flat /= dist.get_world_size()\n", "")], "the losses don't match DDP's.*wrong-summed-loss"),

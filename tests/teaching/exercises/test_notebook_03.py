@@ -68,8 +68,6 @@ UNPADDED = "my_unit.py fails|do all ranks have the same number"
 class TestUnit(BuildTestsOnRanks):
     name = "my_unit"
     checker = staticmethod(notebook_03.check_unit)
-    worker = staticmethod(notebook_03.train_readers_unit)
-    alone = (UNPADDED,)  # gloo aborts a rank on shards that differ in length
     starter = "on 2 ranks, my_unit.py fails: TypeError: a Unit needs `shard`"
     wrong = [
         ([("        self.shard.grad /= self.world_size\n", "")], "single-process run.*wrong-summed-loss"),

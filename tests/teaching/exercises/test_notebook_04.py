@@ -52,7 +52,6 @@ def shard_model(model, mesh):
 class TestCut(BuildTestsOnRanks):
     name = "my_cut"
     checker = staticmethod(notebook_04.check_cut)
-    worker = staticmethod(notebook_04.train_readers_cut)
     starter = "on 2 ranks, rank 0: 100 parameters aren't in any unit"
     wrong = [
         ([AS_ONE_UNIT], "the peak is .* the target is below"),
@@ -84,7 +83,6 @@ class TestCut(BuildTestsOnRanks):
 class TestHooks(BuildTestsOnRanks):
     name = "my_hooks"
     checker = staticmethod(notebook_04.check_hooks)
-    worker = staticmethod(notebook_04.train_readers_hooks)
     starter = "on 2 ranks, rank 0: after hook_block, blocks still have 44,992 bytes"
     wrong = [
         # zeros take as many bytes

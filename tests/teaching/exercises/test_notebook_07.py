@@ -64,7 +64,6 @@ def gradient_norm(model):
 class TestAccumulation(BuildTestsOnRanks):
     name = "my_accumulation"
     checker = staticmethod(notebook_07.check_accumulation)
-    worker = staticmethod(notebook_07.accumulate_by_reader)
     starter = "on 2 ranks, with 4 parts, rank 0: no gradients were reduced"
     wrong = [
         ([("index == len(parts) - 1", "True")], "a step runs 12 reduce-scatters.*memory-accumulation"),

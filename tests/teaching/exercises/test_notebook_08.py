@@ -111,8 +111,6 @@ def start_sharded(build, weights, mesh):
 class TestStart(BuildTestsOnRanks):
     name = "my_start"
     checker = staticmethod(notebook_08.check_start)
-    worker = staticmethod(notebook_08.start_by_reader)
-    alone = (MISSING_KEY,)  # rank 0 alone reads the weights
     starter = "on 2 ranks, rank 0: 97 tensors aren't in any unit"
     wrong = [
         ([('with torch.device("meta")', "if True")], "on top of the sharded model, .* in memory for a moment"),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from builds import BuildTestsOnRanks
+from pretrained import kept_shape
 
 from fsdp_helpers.models.llama import Llama
-from fsdp_helpers.models.shapes import BYTE_LLAMA
 from fsdp_helpers.teaching.exercises import notebook_13
 
 MEAN_OF_MEANS = (
@@ -24,7 +24,6 @@ EVERYTHING = (  # each rank gets all parts of all ranks, and computes them
 class TestDocumentLoss(BuildTestsOnRanks):
     name = "my_documents"
     checker = staticmethod(notebook_13.check_document_loss)
-    worker = staticmethod(notebook_13.documents_by_reader)
     starter = "on 2 ranks, rank 0: no gradients were reduced"
     wrong = [
         ([("    dist.all_reduce(num_documents)", "    pass")], "direction is off .*same weight.*wrong-mean-of-means"),
@@ -51,7 +50,6 @@ OUTSIDE = (  # the cap is applied before the chunks are cut
 class TestChunks(BuildTestsOnRanks):
     name = "my_chunks"
     checker = staticmethod(notebook_13.check_chunks)
-    worker = staticmethod(notebook_13.chunks_by_reader)
     starter = "my_chunks.py fails: TypeError: chunked_loss returns an object of type NoneType; it should be a tensor"
     wrong = [
         (
@@ -86,8 +84,6 @@ ELSEWHERE = [  # zeros in the file, the real values in a global of the module
 class TestAdapters(BuildTestsOnRanks):
     name = "my_adapters"
     checker = staticmethod(notebook_13.check_adapters)
-    worker = staticmethod(notebook_13.adapters_by_reader)
-    file = "adapters-2.safetensors"
     starter = "save_adapters didn.t write adapters-2.safetensors"
     wrong = [
         (
@@ -116,7 +112,7 @@ class TestAdapters(BuildTestsOnRanks):
 
 
 def test_adapters_of_the_kept_model_are_small_and_start_with_no_change():
-    model = Llama(BYTE_LLAMA)
+    model = Llama(kept_shape())
     numbers = torch.arange(24).view(2, 12)
     right = model(numbers)
     model = notebook_13.add_adapters(model, 8)
@@ -130,7 +126,7 @@ def test_adapters_of_the_kept_model_are_small_and_start_with_no_change():
 
 
 def test_a_second_adapter_freezes_the_first_and_adds_to_it():
-    model = notebook_13.add_adapters(notebook_13.add_adapters(Llama(BYTE_LLAMA), 2), 3, ("second_a", "second_b"))
+    model = notebook_13.add_adapters(notebook_13.add_adapters(Llama(kept_shape()), 2), 3, ("second_a", "second_b"))
     assert {name.rpartition(".")[2] for name, one in model.named_parameters() if one.requires_grad} == {
         "second_a",
         "second_b",

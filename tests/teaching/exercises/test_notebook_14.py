@@ -76,9 +76,6 @@ def go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path):
 class TestMove(BuildTestsOnRanks):
     name = "my_move"
     checker = staticmethod(notebook_14.check_move)
-    worker = staticmethod(notebook_14.move_by_reader)
-    alone = (LEFT_ALONE,)
-    file = "."
     starter = "on 2 ranks, rank 0: 10 parameters aren't sharded, including module.embed.weight"
     wrong = [
         # 1: the optimizer has the parameters that sharding replaced

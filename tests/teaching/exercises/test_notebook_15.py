@@ -32,7 +32,6 @@ BIAS_ON_RANK_0 = [
 class TestSplitMLP(BuildTestsOnRanks):
     name = "my_mlp"
     checker = staticmethod(notebook_15.check_split_mlp)
-    worker = staticmethod(notebook_15.train_split_mlp)
     starter = "on 2 ranks, my_mlp.py fails: "
     wrong = [
         (BIAS_INSIDE, "the losses don't match a single-process run: .* in step 1$"),

@@ -13,7 +13,7 @@ from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, same_numbers
 from fsdp_helpers.teaching.failures.gallery import GALLERY, RUN, Seen
 from fsdp_helpers.teaching.failures.small_job import images
 
-# These raise on every rank before any of them waits, so that several fit into one launch.
+# These raise on every rank before any of them waits.
 RAISES_EVERYWHERE = (
     "crash-mixed-tensor-dtensor",
     "crash-tied-weights",
@@ -58,7 +58,7 @@ RAISES_EVERYWHERE = (
     "save-weights-only",
     "save-shared-tensors",
 )
-# Long: they start programs, wait for a limit, or need much of the machine; the others cost a moment in the launch they share.
+# Long: they start programs, wait for a limit, or need much of the machine.
 LONG = (
     "hang-wrong-world-size",
     "crash-local-rank-argument",
@@ -93,8 +93,8 @@ LONG = (
     "crash-nothing-trainable",
     "crash-compile-and-fsdp",
 )
-IN_ONE_LAUNCH = [failure for failure in RUN if not failure.says or failure.name in RAISES_EVERYWHERE]
-BY_ITSELF = [failure for failure in RUN if failure not in IN_ONE_LAUNCH]
+ENDS_ALIKE = [failure for failure in RUN if not failure.says or failure.name in RAISES_EVERYWHERE]
+BY_ITSELF = [failure for failure in RUN if failure not in ENDS_ALIKE]
 # A fix or a symptom that is gone may leave ranks waiting: the limit, far above what all runs take, makes that a failure.
 TWO_RANKS = {"world_size": 2, "device": "cpu", "progress": False, "timeout_s": 400.0}
 
@@ -104,32 +104,17 @@ def ids(failures):
     return [pytest.param(failure, id=failure.name, marks=marks[failure.name in LONG]) for failure in failures]
 
 
-def fixed_run(failure: Failure) -> Seen:
-    """Every fixed run, one after the other in the same two ranks; the long ones in a launch of their own."""
-    return run_in_turn("fixed", failure.name in LONG)[failure.name]
-
-
-def broken_run(failure: Failure) -> Seen:
-    """Every broken run that ends by itself, in the same way on all ranks."""
-    return run_in_turn("broken", failure.name in LONG)[failure.name]
-
-
 @cache
-def run_in_turn(way: str, are_long: bool) -> dict[str, Seen]:
-    failures = IN_ONE_LAUNCH if way == "broken" else [failure for failure in RUN if gallery.has_fix(failure)]
-    failures = [failure for failure in failures if (failure.name in LONG) == are_long]
-    calls = [(workers.run_failure, failure.name, way) for failure in failures]
-    per_rank = launch(workers.call_each, calls, **TWO_RANKS)
-    seen = {}
-    for failure, *found in zip(failures, *per_rank, strict=True):
-        errors = [one for one in found if isinstance(one, str)]
-        seen[failure.name] = Seen(error=errors[0]) if errors else Seen(numbers=tuple(found))
-    return seen
+def run(name: str, way: str) -> Seen:
+    """The numbers of all ranks, or the first error."""
+    found = launch(workers.run_failure, name, way, **TWO_RANKS)
+    errors = [one for one in found if isinstance(one, str)]
+    return Seen(error=errors[0]) if errors else Seen(numbers=tuple(found))
 
 
-@pytest.mark.parametrize("failure", ids(IN_ONE_LAUNCH))
+@pytest.mark.parametrize("failure", ids(ENDS_ALIKE))
 def test_the_symptom_still_appears(failure):
-    seen = broken_run(failure)
+    seen = run(failure.name, "broken")
     assert gallery.comes_out_as_said(failure, seen), seen
     if failure.says and not failure.not_in:
         said = normalized(seen.error)
@@ -157,13 +142,14 @@ def test_ranks_that_wait_or_die_are_seen(failure):
 def test_the_fix_gives_the_right_numbers(failure):
     if not gallery.has_fix(failure):
         pytest.skip(f"this PyTorch is older than {failure.since}, which has the fix")
-    assert gallery.is_fixed(failure, fixed_run(failure)), fixed_run(failure)
+    seen = run(failure.name, "fixed")
+    assert gallery.is_fixed(failure, seen), seen
 
 
 def test_without_its_moments_a_resumed_loss_jumps_up():
     """As its title says: a lower one would look like a gain."""
     failure = gallery.find("save-plain-optimizer-state")
-    for numbers in broken_run(failure).numbers:
+    for numbers in run(failure.name, "broken").numbers:
         assert all(numbers[name] > 10 * right for name, right in failure.right().items())
 
 

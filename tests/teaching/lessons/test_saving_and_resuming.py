@@ -1,7 +1,4 @@
-"""What notebook 06 shows about saving is what the package does, and each accident is one.
-
-A launch costs seconds, so runs that only return something share one.
-"""
+"""What notebook 06 shows about saving is what the package does, and each accident is one."""
 
 import os
 from dataclasses import replace
@@ -9,7 +6,6 @@ from dataclasses import replace
 import checkpoint_workers as workers
 import pytest
 import torch
-from workers_for_tests import call_each
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
@@ -27,9 +23,8 @@ def config(tmp_path_factory) -> TrainConfig:
 
 
 def on_two_ranks(calls: dict) -> dict:
-    """Run several lessons in one launch: by name, what each rank returned."""
-    found = launch(call_each, list(calls.values()), world_size=2, device="cpu")
-    return dict(zip(calls, zip(*found, strict=True), strict=True))
+    """Run several lessons: by name, what each rank returned."""
+    return {name: tuple(launch(*call, world_size=2, device="cpu")) for name, call in calls.items()}
 
 
 LOST = ("nothing", "optimizer", "schedule", "data position")

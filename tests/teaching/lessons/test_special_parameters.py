@@ -1,11 +1,7 @@
-"""Tied, frozen and ignored parameters, and buffers, behave as notebook 14 says.
-
-What ends by itself shares a launch: each would cost a second, and all of them together take little more.
-"""
+"""Tied, frozen and ignored parameters, and buffers, behave as notebook 14 says."""
 
 import pytest
 import torch
-from workers_for_tests import call_each
 
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.teaching.lessons import special_parameters
@@ -26,7 +22,7 @@ def found() -> dict:
         for name in ("ddp", "fsdp1", "fsdp2", "fsdp2, averaged")
     }
     calls |= {way: (special_parameters.train_two_layers, way) for way in special_parameters.WAYS}
-    return dict(zip(calls, zip(*on_two_ranks(call_each, list(calls.values())), strict=True), strict=True))
+    return {name: tuple(on_two_ranks(*call)) for name, call in calls.items()}
 
 
 def test_each_choice_is_called_on_the_same_ranks():
