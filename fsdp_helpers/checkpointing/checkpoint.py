@@ -50,6 +50,7 @@ from fsdp_helpers.checkpointing.training_state import (
     restore_random_state,
     this_rank,
 )
+from fsdp_helpers.quantities import format_count
 from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.sharding.wrapping import plain_name, tied_names
 
@@ -286,7 +287,7 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:
         raise CheckpointError(
-            f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters; this "
+            f"{path} was saved with {format_count(len(there), 'parameter group')} of {[*map(len, there)]} parameters; this "
             f"optimizer has {len(here)} of {[*map(len, here)]}, or different parameters; build it as in that run"
         )
     kinds = {kind for kept in state.optimizer.values() for kind in kept}

@@ -57,9 +57,9 @@ def read_state(
 ) -> TrainingState:
     """Return the state of `model` and `optimizer`; every rank has to call this. (Under FSDP1, the tensors are copies.)
 
-    A new optimizer has no state yet, and none is returned, unless it's `to_fill`. For that, torch takes a step with a
-    learning rate of 0, after which Adam's moments are 0, but its step counter is 1. Either `put_back` replaces this
-    state, or the caller has to clear it.
+    A new optimizer has no state yet, so none is returned, and it stays new. But a state that's `to_fill` is there: torch
+    takes a step with a learning rate of 0 for it, which Adam counts. `put_back` has to replace it, or the caller to
+    clear it, since training would go on one step late.
     """
     is_empty = optimizer is not None and not optimizer.state
     is_new = optimizer is not None and all(gather_over_ranks(is_empty))
@@ -71,15 +71,13 @@ def read_state(
     if is_empty and not to_fill:
         optimizer.state.clear()
     moments = {} if is_new and not to_fill else optimizer_state["state"]
-    plain_groups = [
-        group | {"params": [plain_name(name) for name in group["params"]]} for group in optimizer_state["param_groups"]
-    ]
+    groups = optimizer_state["param_groups"]
     buffers = {name_in_plain(model, name) for name, _ in model.named_buffers()}
     torch_names = {plain_name(name): name for name in model_state}
     return TrainingState(
         model={plain_name(name): tensor for name, tensor in model_state.items()},
         optimizer={plain_name(name): kept for name, kept in moments.items()},
-        groups=plain_groups,
+        groups=[group | {"params": [*map(plain_name, group["params"])]} for group in groups],
         buffers=frozenset(buffers & torch_names.keys()),
         torch_names=torch_names,
     )

@@ -109,7 +109,7 @@ def _check_thawed(profile: StepProfile, units: Sequence[str]) -> None:
     if mixed != profile.thawed:
         raise ValueError(
             "FSDP1 computes gradients for all parameters in a unit if any is trained; here, that includes "
-            f"{len(mixed)} frozen parameter(s), but the step was measured with gradients for {len(profile.thawed)}. "
+            f"frozen ones (number: {len(mixed)}), but the step was measured with gradients for {len(profile.thawed)}. "
             "Measure it with this plan's units as flat_units, or use FSDP2"
         )
 
