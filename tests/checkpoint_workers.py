@@ -256,6 +256,30 @@ def save_and_go_on(rank, world_size, folder, names):
     return found
 
 
+def run_a_loop(rank, world_size, folder, code, last_steps):
+    """Start `code` once for each last step, each time with another model; the steps taken, and the state at each end."""
+    os.chdir(folder)
+    found = []
+    for number, last_step in enumerate(last_steps):
+        steps = []
+        names = dict(zip(("model", "optimizer", "schedule"), wrapped("fsdp2", seed=number), strict=True))
+        names |= {"last_step": last_step, "train_step": lambda *run, done=steps: done.extend(scheduled_steps(*run, 1))}
+        exec(code, names)
+        found.append((len(steps), names["schedule"].last_epoch, whole_state(names["model"], names["optimizer"])))
+    return found
+
+
+def load_with_a_late_folder(rank, world_size, folder):
+    """What is loaded, and named as the newest, where rank 1 does not see the newest checkpoint yet; and none."""
+    find = checkpoint.find_newest
+    checkpoint.find_newest = lambda path: path / "step-00000001" if rank == 1 and find(path) else find(path)
+    return (
+        load(folder, small_model()),
+        checkpoint.newest_checkpoint(folder),
+        checkpoint.newest_checkpoint(folder / "none"),
+    )
+
+
 def load_crosswise(rank, world_size, folder, names):
     """For each saved name and each strategy: what differs after the load, the learning rate, and the counter."""
     found = {}

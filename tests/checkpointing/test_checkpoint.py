@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import warnings
 from dataclasses import replace
 
 import checkpoint_workers as workers
 import pytest
 import torch
+from leftovers import PROJECT
 from runs import mostly_long
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
@@ -446,6 +448,28 @@ def test_no_rank_writes_before_leftovers_are_gone(tmp_path):
     (leftover / "left").touch()
     found = launch(workers.save_beside_leftovers, tmp_path / "run", world_size=2, device="cpu", timeout_s=240)
     assert found == [[False], [False]]
+
+
+def test_the_loop_in_commands_starts_and_goes_on(tmp_path):
+    """On two ranks, with public names alone: an interruption changes nothing."""
+    (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "COMMANDS.md").read_text(), re.DOTALL)
+    imports = [line for line in code.splitlines() if "import" in line]
+    assert imports == ["from fsdp_helpers import load, newest_checkpoint, save"]
+    ends = []
+    for name, last_steps in {"whole": [50], "interrupted": [30, 50]}.items():
+        (tmp_path / name).mkdir()
+        ends.append(launch(workers.run_a_loop, tmp_path / name, code, last_steps, world_size=2, device="cpu")[0])
+    (whole,), (first, second) = ends
+    assert (first[0], second[0]) == (30, 20) and whole[:2] == (50, 50) and second[1] == 50
+    assert workers.differences(second[2], whole[2]) == []
+
+
+def test_every_rank_is_told_the_checkpoint_that_rank_0_sees(tmp_path):
+    """Another machine may see a shared folder as it was a minute ago."""
+    for number in (1, 2):
+        save(tmp_path / checkpoint_name(number), workers.small_model(), extra=number)
+    found = launch(workers.load_with_a_late_folder, tmp_path, world_size=2, device="cpu")
+    assert found == [(2, tmp_path / checkpoint_name(2), None)] * 2
 
 
 # ---------------------------------------------------------------- wrappers in any order, and tied parameters

@@ -157,7 +157,7 @@ def test_fsdp1_gives_frozen_values_beside_trained_ones_gradients():
     whole = two_layers()
     plain = tuple(moment for moment in whole.moments if (moment.event, moment.name) != ("gradient", "b.weight"))
     frozen = StepProfile(shapes=whole.shapes, moments=plain, frozen=frozenset({"b.weight"}))
-    with pytest.raises(ValueError, match="includes 1 frozen parameter.s., but .* measured with gradients for 0"):
+    with pytest.raises(ValueError, match="includes frozen ones .number: 1., but .* measured with gradients for 0"):
         peak(frozen, 2, strategy="fsdp", api="fsdp1")
     thawed = replace(frozen, thawed=frozenset({"b.weight"}), thawed_moments=whole.moments)
     # One unit of 1,280 bytes: shards 2 x 1,280 / 2 with a's moments, 640; gathered, both gradients, and these joined
