@@ -161,6 +161,25 @@ def save_while_training(rank, world_size, folder, configs):
     return found
 
 
+def groups_of_a_background_save(rank, world_size, folder):
+    """For the save and for each exchange in its thread: whether it is in the group that was given for it."""
+    group, seen = dist.new_group(backend="gloo"), []
+    gather, write = dist.all_gather_object, checkpoint.dcp.async_save
+
+    def note_and_gather(*args, group=None):
+        if threading.current_thread() is not threading.main_thread():
+            seen.append(group)
+        return gather(*args, group=group)
+
+    def note_and_write(*args, process_group=None, **settings):
+        seen.append(process_group)
+        return write(*args, process_group=process_group, **settings)
+
+    dist.all_gather_object, checkpoint.dcp.async_save = note_and_gather, note_and_write
+    save(folder, nn.Linear(2, 2), wait=False, group=group).result()
+    return [used is group for used in seen]
+
+
 # ---------------------------------------------------------------- loops of other people
 
 

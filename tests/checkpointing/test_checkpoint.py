@@ -434,6 +434,12 @@ def test_the_background_needs_a_group_of_its_own(saved_by_three):
     assert all("needs its own process group" in answers["without a group"] for answers in saved_by_three[1])
 
 
+def test_everything_in_the_background_is_said_in_its_group(tmp_path):
+    """In the training's group it could meet a step's collective."""
+    found = launch(workers.groups_of_a_background_save, tmp_path / "one", world_size=2, device="cpu")
+    assert found == [[True, True]] * 2
+
+
 def test_a_shard_is_refused_as_an_extra(saved_by_three):
     assert all(
         "full tensors, but no other objects (it contains a DTensor)" in one["a shard as extra"]

@@ -114,6 +114,8 @@ def test_where_units_take_less_than_a_millisecond_there_is_no_range(capsys, tmp_
 def test_hours_say_what_they_leave_out(capsys):
     plain = said(capsys, *LLAMA_70B, *RECOMPUTED, "--total", "1e12")
     assert "without saving, restarts, evaluation" in plain and "give --storage-gb-s, a node's write rate" in plain
+    job = float(plain.split(" GPU-hours, ")[1].split(" days")[0])
+    assert job == pytest.approx(float(plain.split(" GPU-hours")[0].split()[-1].replace(",", "")) / 256 / 24, abs=0.05)
     honest = said(capsys, *LLAMA_70B, *RECOMPUTED, *"--total 1e12 --goodput 0.5 --storage-gb-s 2".split())
     hours = [float(text.split(" GPU-hours")[0].split()[-1].replace(",", "")) for text in (plain, honest)]
     assert hours[1] == pytest.approx(2 * hours[0], rel=1e-4) and "of which 50% is training" in honest
@@ -130,6 +132,14 @@ def test_adapters_train_little_and_skip_the_gradients_of_frozen_weights(tmp_path
     assert adapted.checkpoint_bytes == 4 * adapted.num_params + 8 * trained
     assert 2.0 < adapted.step_flops / (full.step_flops / 3) < 2.3
     assert adapted.time.optimizer_s < full.time.optimizer_s / 50
+
+
+def test_a_loss_in_chunks_costs_the_heads_forward_once_more():
+    one, eight = (planned(*LLAMA_70B[1:], "--loss-chunks", chunks) for chunks in ("1", "8"))
+    # 2 operations for each of 8,192 tokens and 8,192 x 128,256 weights
+    assert (eight.time.arithmetic_s - one.time.arithmetic_s) * one.cluster.flops_per_s == pytest.approx(
+        2 * 8192 * 8192 * 128_256, rel=1e-3
+    )
 
 
 def test_the_sweep_finds_the_fewest(capsys):

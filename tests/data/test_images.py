@@ -317,7 +317,9 @@ def test_read_only_folder_without_mnist(tmp_path, monkeypatch):
     if before == 0:
         os.seteuid(65534)
     try:
-        with pytest.raises(DataError, match=r"can't be created or written to \(Permission denied\). Choose another folder"):
+        with pytest.raises(
+            DataError, match=r"can't be created or written to \(Permission denied\). Choose another folder"
+        ):
             prepare_data("data")
     finally:
         os.seteuid(before)
