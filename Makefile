@@ -12,6 +12,7 @@
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
 # make failures     list the scripts of notebooks/failures/ in its README
 # make run          install, then run every notebook and keep its outputs   (NOTEBOOKS="03 09" for some of them)
+# make figures      take README's picture from the saved output of 04
 # make handouts     the notebooks on paper, without solutions, in handouts/   (NOTEBOOKS="03 09", HANDOUT_ARGS=--solutions)
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
 # make book         the executed notebooks, README and the glossary as a site, in book/ (installs Sphinx beside it)
@@ -46,7 +47,8 @@ PLAIN := not xla and not browser and not cluster and not imagined
 # `make test WORKERS=1 FAST_WORKERS=1` where memory is short.
 WORKERS ?= 2
 FAST_WORKERS ?= 3
-PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# Some tests and cells are about the number of threads that torch and torchrun choose, so that of your shell is taken away.
+PYTEST = env -u OMP_NUM_THREADS $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 FAST_TESTS = $(PYTEST) --durations=25 --numprocesses $(FAST_WORKERS) -m "not long and $(PLAIN)" tests
 # The longest first: the last one to end should be short, since the other worker has nothing left to do.
 LONG_NOTEBOOKS := $(foreach number,04 07 13 10 06 08 11 14,$(wildcard notebooks/$(number)_*.ipynb))
@@ -60,7 +62,7 @@ endef
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab reset handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-gpu test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock run clean
+.PHONY: lab reset figures handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-gpu test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -113,13 +115,16 @@ $(RUNS): export OMP_WAIT_POLICY := PASSIVE
 $(RUNS): export PET_LOG_DIR := /dev/null
 
 lab: $(INSTALLED)
-	$(BIN)/python -m fsdp_helpers lab $(if $(ORIGINALS),,--copies '$(WORK)') $(LAB_ARGS)
+	$(BIN)/python -m fsdp_helpers lab --copies '$(WORK)' $(if $(ORIGINALS),--originals) $(LAB_ARGS)
 
 failures:
 	$(PYTHON) -m fsdp_helpers.field_guide
 
 reset:
 	$(PYTHON) -m fsdp_helpers.cli.lab.working_copies '$(WORK)' --reset '$(NOTEBOOK)'
+
+figures:
+	$(PYTHON) docs/figures.py
 
 handouts: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers.cli.lab.handouts $(HANDOUT_ARGS) $(NOTEBOOKS)

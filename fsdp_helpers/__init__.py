@@ -16,6 +16,7 @@ _MODULES = {
     "consolidate": "checkpointing.consolidate",
     "launch": "ranks.launch",
     "load": "checkpointing.checkpoint",
+    "newest_checkpoint": "checkpointing.checkpoint",
     "save": "checkpointing.checkpoint",
     "train": "training.run",
 }

@@ -14,7 +14,7 @@ from fsdp_helpers.cli.flags import Flag, add_flags, flags
 from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_command
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.quantities import format_bytes, format_count
 from fsdp_helpers.ranks import server
 from fsdp_helpers.training.torchrun import end_with_agent, read_place, started_as_rank
 
@@ -88,8 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     explain.set_defaults(run=explain_command)
 
-    lab = commands.add_parser("lab", help="open the notebooks in JupyterLab; other arguments are passed to it")
-    lab.add_argument("--copies", type=Path, metavar="DIR", help="work on copies in DIR (for example, work)")
+    lab = commands.add_parser("lab", help="open copies of the notebooks in JupyterLab, which gets other arguments")
+    lab.add_argument("--copies", type=Path, metavar="DIR", help="the folder with your copies (default: work)")
+    lab.add_argument("--originals", action="store_true", help="for authors: open the notebooks themselves")
     lab.set_defaults(run=lab_command)
     return parser
 
@@ -195,7 +196,7 @@ def consolidate_command(options: argparse.Namespace) -> None:
     check_output_path(options.out)
     done = consolidate(options.checkpoint, options.out, prefix=options.prefix)
     num_bytes = sum(entry.num_bytes for entry in done.tensors)
-    print(f"{options.out}: {len(done.tensors)} tensors, {format_bytes(num_bytes)}")
+    print(f"{options.out}: {format_count(len(done.tensors), 'tensor')}, {format_bytes(num_bytes)}")
     if done.skipped:
         print(f"skipped (not tensors): {', '.join(done.skipped)}")
 
@@ -213,19 +214,21 @@ def doctor_command(options: argparse.Namespace) -> int:
 
 
 def explain_command(options: argparse.Namespace) -> int:
-    from fsdp_helpers.cli.explain import explain_text, read_message
+    from fsdp_helpers.cli.explain import explain_text, find_cards, read_message
 
     try:
-        print(explain_text(read_message(options.message)))
+        message = read_message(options.message)
     except ValueError as error:
         return _complain(BAD_INPUT, str(error))
-    return 0
+    print(explain_text(message))
+    return 0 if find_cards(message) else FAILED
 
 
 def lab_command(options: argparse.Namespace) -> None:
-    from fsdp_helpers.cli.lab.jupyter import open_lab
+    from fsdp_helpers.cli.lab.jupyter import PROJECT, open_lab
 
-    open_lab(options.copies, options.arguments)
+    copies = None if options.originals else options.copies or PROJECT / "work"
+    open_lab(copies, options.arguments)
 
 
 def write_plan(options: argparse.Namespace) -> int:

@@ -225,7 +225,7 @@ class TrainConfig:
         if self.global_batch_size % world_size:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} isn't divisible by world_size {world_size}: "
-                f"{self.global_batch_size % world_size} image(s) would be left over; "
+                f"{self.global_batch_size % world_size} would be left over; "
                 f"use {self._batch_sizes_nearby(world_size)}"
             )
         images_per_rank = self.global_batch_size // world_size

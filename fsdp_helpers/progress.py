@@ -191,7 +191,3 @@ def print_above_bar(text: str, stream: TextIO) -> None:
     """Print a line above the progress bar, if one is on screen."""
     with tqdm.external_write_mode(file=stream):
         print(text, file=stream, flush=True)
-
-
-def count_ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size:,} ranks"

@@ -175,10 +175,10 @@ class RunRecord:
         if config.max_steps is not None and done < config.max_steps:
             return (
                 f"ended after {done} of {config.max_steps} steps: the images of {config.epochs} "
-                "epoch(s) are used up; raise --epochs"
+                f"epoch{'s' * (config.epochs != 1)} are used up; raise --epochs"
             )
         if not self.step_losses:
-            return f"nothing left to train: all {done} steps are already done; raise --max-steps or --epochs"
+            return f"nothing left to train: step {done} was the last one; raise --max-steps or --epochs"
         return None
 
     def to_json(self) -> dict:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -23,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.checkpointing import checkpoint, resume
 from fsdp_helpers.checkpointing.checkpoint import load, save
-from fsdp_helpers.checkpointing.folder import begin
+from fsdp_helpers.checkpointing.folder import CheckpointError, begin
 from fsdp_helpers.checkpointing.resume import Stopped, heeding_sigterm, run_checkpoints
+from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
@@ -159,6 +161,25 @@ def save_while_training(rank, world_size, folder, configs):
     return found
 
 
+def groups_of_a_background_save(rank, world_size, folder):
+    """For the save and for each exchange in its thread: whether it is in the group that was given for it."""
+    group, seen = dist.new_group(backend="gloo"), []
+    gather, write = dist.all_gather_object, checkpoint.dcp.async_save
+
+    def note_and_gather(*args, group=None):
+        if threading.current_thread() is not threading.main_thread():
+            seen.append(group)
+        return gather(*args, group=group)
+
+    def note_and_write(*args, process_group=None, **settings):
+        seen.append(process_group)
+        return write(*args, process_group=process_group, **settings)
+
+    dist.all_gather_object, checkpoint.dcp.async_save = note_and_gather, note_and_write
+    save(folder, nn.Linear(2, 2), wait=False, group=group).result()
+    return [used is group for used in seen]
+
+
 # ---------------------------------------------------------------- loops of other people
 
 
@@ -254,6 +275,30 @@ def save_and_go_on(rank, world_size, folder, names):
     return found
 
 
+def run_a_loop(rank, world_size, folder, code, last_steps):
+    """Start `code` once for each last step, each time with another model; the steps taken, and the state at each end."""
+    os.chdir(folder)
+    found = []
+    for number, last_step in enumerate(last_steps):
+        steps = []
+        names = dict(zip(("model", "optimizer", "schedule"), wrapped("fsdp2", seed=number), strict=True))
+        names |= {"last_step": last_step, "train_step": lambda *run, done=steps: done.extend(scheduled_steps(*run, 1))}
+        exec(code, names)
+        found.append((len(steps), names["schedule"].last_epoch, whole_state(names["model"], names["optimizer"])))
+    return found
+
+
+def load_with_a_late_folder(rank, world_size, folder):
+    """What is loaded, and named as the newest, where rank 1 does not see the newest checkpoint yet; and none."""
+    find = checkpoint.find_newest
+    checkpoint.find_newest = lambda path: path / "step-00000001" if rank == 1 and find(path) else find(path)
+    return (
+        load(folder, small_model()),
+        checkpoint.newest_checkpoint(folder),
+        checkpoint.newest_checkpoint(folder / "none"),
+    )
+
+
 def load_crosswise(rank, world_size, folder, names):
     """For each saved name and each strategy: what differs after the load, the learning rate, and the counter."""
     found = {}
@@ -266,6 +311,93 @@ def load_crosswise(rank, world_size, folder, names):
             if rank > 0:
                 whole_state(model, optimizer)  # gathering takes all
             found[saver, loader] = differing, optimizer.param_groups[0]["lr"], extra["step"]
+    return found
+
+
+# ---------------------------------------------------------------- wrappers in any order, and tied parameters
+
+RECOMPUTED_AND_COMPILED = {
+    "recompute a compiled block": lambda block: checkpoint_wrapper(torch.compile(block, backend="eager")),
+    "compile a recomputed block": lambda block: torch.compile(checkpoint_wrapper(block), backend="eager"),
+}
+
+
+def blocks(wrap, api, seed):
+    """Two blocks with a buffer each, wrapped, under `api`; and their optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    for number, block in enumerate(model):
+        block.register_buffer("kept", torch.randn(3))
+        model[number] = wrap(block)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if api == "fsdp2":
+        fully_shard([*model, model], mesh=mesh)
+    elif api == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True)
+    elif api == "compiled ddp":
+        model = torch.compile(DistributedDataParallel(model), backend="eager")
+    return model, torch.optim.Adam(model.parameters())
+
+
+def save_and_load_wrapped(rank, world_size, folder):
+    """For each order of wrappers and API: the names on disk, and what differs after a load with and without them."""
+    found = {}
+    plain = blocks(lambda block: block, None, seed=0)[0]
+    for order, wrap in RECOMPUTED_AND_COMPILED.items():
+        for api in (None, "fsdp1", "fsdp2", "compiled ddp"):
+            path = folder / f"{order} {api}"
+            model, optimizer = blocks(wrap, api, seed=1)
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            for buffer in model.buffers():
+                buffer.add_(rank)  # only rank 0's are saved
+            save(path, model, optimizer)
+            save_full(f"{path}.pt", model, optimizer)
+            whole = {entry.name for entry in read_index(path)}, torch.load(f"{path}.pt") if rank == 0 else None
+            again = blocks(wrap, api, seed=2)
+            load(path, *again)
+            again[0](torch.ones(2, 4)).square().mean().backward()
+            again[1].step()  # the second one
+            load(path, *again)
+            expected, loaded = whole_state(model, optimizer), whole_state(*again)
+            load(path, plain)
+            found[order, api] = *whole, differences(loaded, expected), plain.state_dict()
+    return found
+
+
+class TwoEnds(nn.Module):
+    """An embedding and a head, which may be one tensor."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def load_ties(rank, world_size, folder):
+    """By strategy, and whether the saved and the loading model are tied: the error, or the two ends after the load."""
+    found, mesh = {}, init_device_mesh("cpu", (world_size,))
+    cpu = torch.device("cpu")
+    ways = {
+        "plain": lambda model: model,
+        "ddp": DistributedDataParallel,
+        "fsdp1": lambda model: FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True),
+        "fsdp2": lambda model: fully_shard(model, mesh=mesh),
+    }
+    for name, way in ways.items():
+        for saved in (False, True):
+            torch.manual_seed(1)
+            save(folder / f"{name} {saved}", way(TwoEnds(saved)))
+            for loading in (False, True):
+                torch.manual_seed(2)
+                model = way(TwoEnds(loading))
+                try:
+                    load(folder / f"{name} {saved}", model)
+                    ends = [gather(tensor) for tensor in get_model_state_dict(model).values()]
+                    found[name, saved, loading] = None if ends[0] is None else torch.equal(*ends)
+                except CheckpointError as error:
+                    found[name, saved, loading] = str(error)
     return found
 
 

@@ -19,6 +19,9 @@ gc.disable()
 # spin, and where the cores are in use a step on two threads takes ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# A number of threads that your shell may set; what torch and torchrun do without one is what tests are about.
+os.environ.pop("OMP_NUM_THREADS", None)
+
 import pytest
 import torch
 import torch.distributed as dist

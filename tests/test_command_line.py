@@ -234,7 +234,7 @@ def test_the_digits_and_their_end_are_said(digits_dir, tmp_path, monkeypatch, ca
     assert main_in_process(*arguments, "--json", tmp_path / "run.json") == 0
     output = capfd.readouterr()
     assert "1,797 bundled digits" in output.out + output.err
-    assert "ended after 5 of 7 steps: the images of 1 epoch(s) are used up; raise --epochs" in output.out
+    assert "ended after 5 of 7 steps: the images of 1 epoch are used up; raise --epochs" in output.out
     assert re.search(r"^simple, local, 1 rank on cpu: 5 of 5, [\d,]+ images/s, loss ", output.err, re.MULTILINE)
     assert read_json(tmp_path / "run.json")["data_source"] == "digits"
 

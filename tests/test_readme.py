@@ -1,6 +1,8 @@
 """What README promises about its two scripts is what they say."""
 
 import re
+import sys
+from unittest.mock import patch
 
 from leftovers import PROJECT
 
@@ -21,6 +23,12 @@ def test_the_difference_between_ddp_and_fsdp2_is_the_whole_difference():
     assert [line for sign, line in shown if sign in "+ " and line not in fsdp2] == []
     assert [line for sign, line in shown if sign == "-" and line in fsdp2] == []
     assert [line for sign, line in shown if sign == "+" and line in ddp] == []
+
+
+def test_the_picture_of_peaks_is_in_the_saved_output_of_04():
+    with patch("sys.path", [str(PROJECT / "docs"), *sys.path]):
+        from figures import PICTURE, saved_picture
+    assert PICTURE.read_bytes() == saved_picture(), "make figures takes it from there"
 
 
 def test_every_picture_has_a_description_and_is_there():

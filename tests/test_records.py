@@ -45,10 +45,11 @@ def test_a_run_that_had_nothing_left_to_train_is_in_the_contract_too():
         (0, 3, 3, None),
         (0, 3, None, None),
         (2, 1, 3, None),
-        (0, 5, 100, "ended after 5 of 100 steps: the images of 1 epoch(s) are used up; raise --epochs"),
-        (5, 0, 200, "ended after 5 of 200 steps: the images of 1 epoch(s) are used up"),
-        (5, 0, None, "nothing left to train: all 5 steps are already done"),
-        (5, 0, 5, "nothing left to train: all 5 steps are already done; raise --max-steps or --epochs"),
+        (0, 5, 100, "ended after 5 of 100 steps: the images of 1 epoch are used up; raise --epochs"),
+        (5, 0, 200, "ended after 5 of 200 steps: the images of 1 epoch are used up"),
+        (0, 1, None, None),
+        (5, 0, None, "nothing left to train: step 5 was the last one"),
+        (5, 0, 5, "nothing left to train: step 5 was the last one; raise --max-steps or --epochs"),
     ],
 )
 def test_why_a_run_took_no_more_steps(first_step, steps, max_steps, why):

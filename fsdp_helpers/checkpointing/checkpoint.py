@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -41,6 +42,7 @@ from fsdp_helpers.checkpointing.training_state import (
     RANDOM_STATE,
     TrainingState,
     ignore_single_process_warnings,
+    name_in_plain,
     num_ranks,
     put_back,
     random_state,
@@ -48,7 +50,9 @@ from fsdp_helpers.checkpointing.training_state import (
     restore_random_state,
     this_rank,
 )
+from fsdp_helpers.quantities import format_count
 from fsdp_helpers.ranks.group import gather_over_ranks
+from fsdp_helpers.sharding.wrapping import plain_name, tied_names
 
 STATE = "state.pt"
 
@@ -111,11 +115,8 @@ def _content(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: A
     Under FSDP1, torch unshards the state and then shards it again by rows, so saving temporarily allocates more than
     the full state.
     """
-    is_new = optimizer is not None and all(gather_over_ranks(not optimizer.state))
     state = read_state(model, optimizer)
-    if is_new:
-        optimizer.state.clear()  # saving before the first step must not change that step
-    values = {name: value for name, value in state.values.items() if not (is_new and name.startswith("optimizer."))}
+    values = state.values
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     plain = {
         "optimizer": None if optimizer is None else _settings(state),
@@ -206,14 +207,36 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     rank 0's CPU generator does; all other generators start streams that no rank has drawn from yet. Tensors in `extra`
     come back in host memory.
 
-    Raises CheckpointError if there's no complete checkpoint, or if it belongs to a different model.
+    Parameters that are one tensor in `model` must be equal in the checkpoint. (This isn't checked under FSDP1 without
+    `use_orig_params`.) The reverse is fine: the tied parameters of a checkpoint become equal copies.
+
+    Raises CheckpointError if there's no complete checkpoint, or if it belongs to a different model; the optimizer then
+    has no more state than before.
     """
-    path = find_newest(Path(folder)) or Path(folder)
+    is_empty = optimizer is not None and not optimizer.state
+    try:
+        return _load(newest_checkpoint(folder) or Path(folder), model, optimizer)
+    except BaseException:
+        if is_empty:
+            optimizer.state.clear()
+        raise
+
+
+def newest_checkpoint(folder: str | os.PathLike) -> Path | None:
+    """Return the newest checkpoint in `folder`, or None if there isn't one yet.
+
+    Every rank has to call this. The answer is rank 0's, since other machines may see a shared folder a minute late.
+    """
+    return gather_over_ranks(find_newest(Path(folder)))[0]
+
+
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     checkpoint = read_checkpoint(path)
     stored = {entry.name: entry for entry in read_index(path)}
     plain = _read_plain(path, dict.fromkeys(stored))
-    state = read_state(model, optimizer)
+    state = read_state(model, optimizer, to_fill=True)
     check_model(path, stored.values(), {name: tuple(tensor.size()) for name, tensor in state.model.items()})
+    _check_ties(path, model, state)
     if optimizer is not None:
         _check_optimizer(path, plain, stored, state)
 
@@ -234,6 +257,27 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     return plain["extra"]
 
 
+def _check_ties(path: Path, model: nn.Module, state: TrainingState) -> None:
+    """Raise CheckpointError on all ranks if parameters differ in `path` that are one tensor in `model`."""
+    for names in tied_names(model):
+        first, *others = (name_in_plain(model, name) for name in names)
+        copies = {f"model.{name}": state.model[name].detach().clone() for name in (first, *others)}
+        with failures_named(path, "read its shards"), ignore_single_process_warnings():
+            dcp.load(copies, storage_reader=SafeReader(path))
+        for name in others:
+            one, other = (_own_shards(copies[f"model.{name}"]) for name in (first, name))
+            if not all(gather_over_ranks(all(map(torch.equal, one, other)))):
+                raise CheckpointError(
+                    f"{path} belongs to a different model: {first} and {name} differ there, but are one tensor here"
+                )
+
+
+def _own_shards(tensor: Tensor) -> list[Tensor]:
+    if isinstance(tensor, ShardedTensor):  # of FSDP1 without a mesh
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
+
+
 def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], state: TrainingState) -> None:
     saved = plain["optimizer"]
     if saved is None:
@@ -243,7 +287,7 @@ def _check_optimizer(path: Path, plain: dict[str, Any], stored: Iterable[str], s
     there, here = ([set(group["params"]) for group in groups] for groups in (saved, state.groups))
     if there != here:
         raise CheckpointError(
-            f"{path} was saved with {len(there)} parameter group(s) of {[*map(len, there)]} parameters; this "
+            f"{path} was saved with {format_count(len(there), 'parameter group')} of {[*map(len, there)]} parameters; this "
             f"optimizer has {len(here)} of {[*map(len, here)]}, or different parameters; build it as in that run"
         )
     kinds = {kind for kept in state.optimizer.values() for kind in kept}
@@ -269,6 +313,9 @@ def _read_plain(path: Path, older: Mapping[str, Tensor | None]) -> dict[str, Any
         content = torch.load(path / STATE, map_location="cpu", weights_only=True)
         if content.keys() != nothing.keys():
             raise ValueError(f"it has the keys {', '.join(content)}")
+        content["values"] = {plain_name(name): value for name, value in content["values"].items()}
+        for group in content["optimizer"] or ():
+            group["params"] = [plain_name(name) for name in group["params"]]
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{path / STATE} is damaged: {_first_line(error)}") from error
     return content

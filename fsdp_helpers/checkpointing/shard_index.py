@@ -4,7 +4,7 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
+from fsdp_helpers.sharding.wrapping import plain_name
 
 # An index is the file `.metadata`, which is a pickle, and reading a pickle can call any function in any module. A real
 # index names only these classes, which do nothing but hold values. Attributes may be set only on instances of RECORDS.
@@ -171,7 +172,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the contents of the index at `path`.
+    """Return the contents of the index at `path`, with plain names, which earlier versions didn't always write.
 
     Raises CheckpointError if it contains anything but known record types, or names a file in another folder.
     """
@@ -181,6 +182,9 @@ def read_metadata(path: Path) -> Metadata:
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it contains a {type(metadata).__name__}")
         files: set[str] = {place.relative_path for place in metadata.storage_data.values()}
+        kinds, places = metadata.state_dict_metadata.items(), metadata.storage_data.items()
+        metadata.state_dict_metadata = {plain_name(name): kind for name, kind in kinds}
+        metadata.storage_data = {replace(index, fqn=plain_name(index.fqn)): place for index, place in places}
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{path} isn't the index of a sharded checkpoint: {error}") from error
     for name in files:

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from fsdp_helpers.checkpointing.folder import whole_file
+from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.sharding.wrapping import plain_name
 
 # These settings depend on the device, so they aren't part of a training state.
@@ -43,6 +44,7 @@ class TrainingState:
     optimizer: dict[str, dict[str, Any]]  # each parameter's moments and similar tensors
     groups: list[dict[str, Any]]  # each parameter group's settings, and its names under "params"
     buffers: frozenset[str]  # the names in `model` that are buffers
+    torch_names: dict[str, str]  # each name in `model` -> the name that torch gives the tensor here
 
     @property
     def values(self) -> dict[str, Any]:
@@ -50,36 +52,52 @@ class TrainingState:
         return _leaves({"model": self.model, "optimizer": self.optimizer})
 
 
-def read_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
+def read_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, to_fill: bool = False
+) -> TrainingState:
     """Return the state of `model` and `optimizer`; every rank has to call this. (Under FSDP1, the tensors are copies.)
 
-    If the optimizer is new, torch creates its state, which is all zeros, by taking a step that has no effect.
+    A new optimizer has no state yet, so none is returned, and it stays new. But a state that's `to_fill` is there: torch
+    takes a step with a learning rate of 0 for it, which Adam counts. `put_back` has to replace it, or the caller to
+    clear it, since training would go on one step late.
     """
+    is_empty = optimizer is not None and not optimizer.state
+    is_new = optimizer is not None and all(gather_over_ranks(is_empty))
     with ignore_single_process_warnings():
         if optimizer is None:
             model_state, optimizer_state = get_model_state_dict(model), {"state": {}, "param_groups": []}
         else:
             model_state, optimizer_state = get_state_dict(model, optimizer)
+    if is_empty and not to_fill:
+        optimizer.state.clear()
+    moments = {} if is_new and not to_fill else optimizer_state["state"]
+    groups = optimizer_state["param_groups"]
     buffers = {name_in_plain(model, name) for name, _ in model.named_buffers()}
+    torch_names = {plain_name(name): name for name in model_state}
     return TrainingState(
-        model=model_state,
-        optimizer=optimizer_state["state"],
-        groups=optimizer_state["param_groups"],
-        buffers=frozenset(buffers & model_state.keys()),
+        model={plain_name(name): tensor for name, tensor in model_state.items()},
+        optimizer={plain_name(name): kept for name, kept in moments.items()},
+        groups=[group | {"params": [*map(plain_name, group["params"])]} for group in groups],
+        buffers=frozenset(buffers & torch_names.keys()),
+        torch_names=torch_names,
     )
 
 
 def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
     """Set `model` and `optimizer` to `state`. A parameter without moments in `state` loses its current moments."""
+    here = state.torch_names
+    model_state = {here[name]: tensor for name, tensor in state.model.items()}
     with ignore_single_process_warnings():
         if optimizer is None or not state.optimizer:
-            set_model_state_dict(model, state.model)
+            set_model_state_dict(model, model_state)
         else:
+            groups = [group | {"params": [here[name] for name in group["params"]]} for group in state.groups]
+            moments = {here[name]: kept for name, kept in state.optimizer.items()}
             set_state_dict(
                 model,
                 optimizer,
-                model_state_dict=state.model,
-                optim_state_dict={"state": state.optimizer, "param_groups": state.groups},
+                model_state_dict=model_state,
+                optim_state_dict={"state": moments, "param_groups": groups},
                 options=StateDictOptions(strict=False),  # parameters that have never had a gradient have no moments
             )
     if optimizer is not None and not state.optimizer:
@@ -88,9 +106,9 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: T
 
 def name_in_plain(model: nn.Module, name: str) -> str:
     """Return the name that a parameter or buffer of the wrapped `model` has in the plain model."""
-    if isinstance(model, DistributedDataParallel):
-        name = name.removeprefix("module.")
-    return plain_name(name)
+    name = plain_name(name)
+    under_compile = getattr(model, "_orig_mod", model)
+    return name.removeprefix("module.") if isinstance(under_compile, DistributedDataParallel) else name
 
 
 def _leaves(tree: Any, name: str = "") -> dict[str, Any]:
@@ -130,8 +148,9 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
     this with `StateDictOptions(full_state_dict=True, cpu_offload=True)`. But on the CPU, under FSDP1, torch 2.15 then
     returns the second moment in place of the first, since both go through the same buffer.)
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    whole = tree_map(gather_on_rank_0, {"model": model_state, "optimizer": optimizer_state})
+    state = read_state(model, optimizer)
+    optimizer_state = {"state": state.optimizer, "param_groups": state.groups}
+    whole = tree_map(gather_on_rank_0, {"model": state.model, "optimizer": optimizer_state})
     if this_rank() == 0:
         with whole_file(path) as file:
             torch.save(whole, file)

@@ -39,7 +39,7 @@ DAY_S = DAY_HOURS * HOUR_S
 DEFAULT_BATCH = {"image": 8, "token": 8192}  # items per rank in one forward and backward
 # Llama 3 405B was trained with 4 to 16 million tokens per step, DeepSeek-V3 with 12.6 to 62.9. Few runs exceed 16.
 LARGE_STEP = 16e6
-TRAINING_FLAGS = tuple(flags(Settings))
+TRAINING_FLAGS = tuple(replace(row, default=None) if row.setting == "precision" else row for row in flags(Settings))
 CLUSTER_FLAGS = tuple(
     replace(row, kind=float if row.kind is not str and row.setting != "ranks_per_node" else row.kind, default=None)
     for row in flags(Cluster)
@@ -133,12 +133,14 @@ def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
     """Return the model and its plan. Raises ValueError for impossible arguments."""
     subject = read_subject(options)
     settings = read_settings(options, subject)
-    return subject, make_plan(subject, settings, read_cluster(options))
+    return subject, make_plan(subject, settings, read_cluster(options, settings.precision))
 
 
 def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
     """Return the settings. If --global-batch is given, it determines the number of micro-batches."""
-    settings = Settings(batch=_batch(options, subject), **given_settings(vars(options), TRAINING_FLAGS))
+    has_bf16 = options.device and "bf16" in named_device(options.device).peak_flops and not subject.refused("bf16")
+    given = {"precision": "bf16" if has_bf16 else "fp32"} | given_settings(vars(options), TRAINING_FLAGS)
+    settings = Settings(batch=_batch(options, subject), **given)
     if options.global_batch is None:
         return settings
     require_whole("global_batch", options.global_batch)
@@ -175,12 +177,12 @@ def read_subject(options: argparse.Namespace) -> Subject:
     return llama_subject(name, shape, lora_rank=options.lora_rank or 0)
 
 
-def read_cluster(options: argparse.Namespace, world_size: int | None = None) -> Cluster:
+def read_cluster(options: argparse.Namespace, precision: str, world_size: int | None = None) -> Cluster:
     """Return the cluster; numbers given as flags override the device's defaults."""
     given = given_settings(vars(options), CLUSTER_FLAGS)
     ranks = options.world_size if world_size is None else world_size
     device = given.pop("device", None)
-    return Cluster.of(device, ranks, options.precision, **given) if device else Cluster(world_size=ranks, **given)
+    return Cluster.of(device, ranks, precision, **given) if device else Cluster(world_size=ranks, **given)
 
 
 def _batch(options: argparse.Namespace, subject: Subject) -> int:
@@ -252,15 +254,15 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     settings, cluster = plan.settings, plan.cluster
     active = f" ({format_count(plan.active_params)} active)" if plan.active_params else ""
     yield (
-        f"{plan.model}, {format_count(plan.num_params)} parameters{active}, on {cluster.world_size:,} rank(s), "
-        f"{settings.batch:,} {plan.item}(s) each"
+        f"{plan.model}, {format_count(plan.num_params)} parameters{active}, in {settings.precision}, on "
+        f"{format_count(cluster.world_size, 'rank')}, {format_count(settings.batch, plan.item)} each"
     )
     api = f" ({settings.api}, {settings.sharding})" if settings.config().is_sharded else ""
     recomputed = f"activation checkpointing: {settings.activation_checkpointing}"
     parts = f", {settings.micro_batches} micro-batches" if settings.micro_batches > 1 else ""
     chunks = f", the loss in {settings.loss_chunks} chunks" if settings.loss_chunks > 1 else ""
     optimizer = f", {OPTIMIZERS[settings.optimizer].title}" if settings.optimizer != "adam" else ""
-    yield f"{settings.strategy}{api}, {settings.precision}, {recomputed}{parts}{chunks}{optimizer}"
+    yield f"{settings.strategy}{api}, {recomputed}{parts}{chunks}{optimizer}"
     yield from _step_lines(plan)
     yield ""
     rows = plan.by_category() | {f"peak: {plan.peak.when}": plan.peak.bytes}
@@ -281,10 +283,10 @@ def _step_lines(plan: Plan) -> Iterator[str]:
     """Yield the step size over all ranks and micro-batches, and a warning if the step is unusually large."""
     settings, ranks = plan.settings, plan.cluster.world_size
     parts = f" x {settings.micro_batches} parts" if settings.micro_batches > 1 else ""
-    samples = f" in {plan.items_per_step // plan.sequence:,} sequences" if plan.sequence > 1 else ""
+    samples = f" in {format_count(plan.items_per_step // plan.sequence, 'sequence')}" if plan.sequence > 1 else ""
     yield (
-        f"A step has {ranks:,} ranks x {settings.batch:,} {plan.item}s{parts} = {plan.items_per_step:,} "
-        f"{plan.item}s{samples}."
+        f"A step has {format_count(ranks, 'rank')} x {format_count(settings.batch, plan.item)}{parts} = "
+        f"{format_count(plan.items_per_step, plan.item)}{samples}."
     )
     if plan.item == "token" and plan.items_per_step > LARGE_STEP:
         yield (
@@ -425,7 +427,7 @@ def _sweep_lines(options: argparse.Namespace) -> Iterator[str]:
     contexts = [options.context] if options.context or first.item != "token" else CONTEXTS
     subjects = [read_subject(argparse.Namespace(**vars(options) | {"context": context})) for context in contexts]
     settings = read_settings(options, first)
-    cluster_of = partial(read_cluster, options)
+    cluster_of = partial(read_cluster, options, settings.precision)
     goodput = options.goodput or 1.0
     hours = " GPU-hours      days" if options.total else ""
     yield f"{first.name}, {settings.precision}, {settings.optimizer}, up to {options.world_size:,} ranks"
@@ -454,16 +456,17 @@ def _fewest_lines(
     options: argparse.Namespace, subjects: list[Subject], settings: Settings, cluster_of: partial, goodput: float
 ) -> Iterator[str]:
     """Yield the smallest number of GPUs that finish in time, for each sequence length."""
+    within = f"{options.days:g} day{'s' * (options.days != 1)}"
     for subject in subjects:
         limits = {"total": options.total, "days": options.days, "most": options.world_size, "goodput": goodput}
         plan = fewest_ranks(subject, settings, cluster_of, **limits)
         with_sequences = f" in sequences of {subject.sequence:,}" if subject.sequence > 1 else ""
         what = f"{options.total:.3g} {subject.item}s{with_sequences}"
         if plan is None:
-            yield f"{what}: {options.world_size:,} GPUs don't finish in {options.days:g} days."
+            yield f"{what}: {options.world_size:,} GPUs don't finish within {within}."
             continue
         days = days_of(plan, options.total, goodput)
         yield (
-            f"{what}: {plan.cluster.world_size:,} GPUs are the fewest that finish in {options.days:g} days: "
+            f"{what}: {plan.cluster.world_size:,} GPUs are the fewest that finish within {within}: "
             f"{days:,.1f} days, {plan.items_per_step:,} {plan.item}s per step."
         )

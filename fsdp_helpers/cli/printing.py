@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.quantities import format_bytes, format_count
 from fsdp_helpers.records import RankRecord, RunRecord
 
 
@@ -42,8 +42,9 @@ def print_summary(record: RunRecord) -> None:
     """Print the run's settings, its losses and accuracy, and the bytes on each rank."""
     config = record.config
     print(
-        f"{config.model}, {config.strategy}, {record.world_size} rank(s) on {record.device}, "
-        f"data: {record.data_source}, {len(record.step_losses)} steps of {config.global_batch_size} images"
+        f"{config.model}, {config.strategy}, {format_count(record.world_size, 'rank')} on {record.device}, "
+        f"data: {record.data_source}, {format_count(len(record.step_losses), 'step')} of "
+        f"{format_count(config.global_batch_size, 'image')}"
         + (f", after the first {record.first_step} of an earlier run" if record.first_step else "")
     )
     if record.why_no_more_steps:

@@ -38,9 +38,13 @@ class DataError(Exception):
 
 
 def find_data_dir(data_dir: str | os.PathLike | None = None) -> Path:
-    """Return the first of these that's set: `data_dir`, FSDP_DATA_DIR, or by default data/ at the project root."""
-    chosen = data_dir or os.environ.get("FSDP_DATA_DIR")
-    return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
+    """Return the first of these that's set: `data_dir`, FSDP_DATA_DIR, or by default data/ at the project root.
+
+    Without a project around the package, such as after the installation of a wheel, data/ is in the current folder.
+    """
+    project = Path(__file__).resolve().parents[2]
+    default = project / "data" if (project / "pyproject.toml").is_file() else "data"
+    return Path(data_dir or os.environ.get("FSDP_DATA_DIR") or default)
 
 
 def offline() -> bool:
@@ -72,7 +76,8 @@ def describe_source(source: str, data_dir: str | os.PathLike | None = None) -> s
         return "Data: MNIST, 60,000 training and 10,000 test images."
     if offline():
         return "Data: scikit-learn's 1,797 bundled digits, because FSDP_OFFLINE is set. To use MNIST, unset it."
-    remedy = HOW_TO_GET_MNIST.format(folder=find_data_dir(data_dir).name or ".")
+    folder = data_dir or os.environ.get("FSDP_DATA_DIR") or os.path.relpath(find_data_dir())  # as it was given
+    remedy = HOW_TO_GET_MNIST.format(folder=folder)
     return f"Data: scikit-learn's 1,797 bundled digits, because MNIST couldn't be downloaded. {remedy}"
 
 
@@ -131,13 +136,13 @@ def _md5(path: Path) -> str:
 @contextmanager
 def one_process_at_a_time(folder: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # without parents, since the path may be mistyped
         lock = FileLock(folder / ".mnist.lock").acquire()
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise DataError(
-            f"MNIST isn't in {folder}, and that folder isn't writable ({error.strerror}). "
-            "Choose another folder with --data-dir or FSDP_DATA_DIR, or make it writable."
+            f"MNIST isn't in {folder}, which can't be created or written to ({error.strerror}). Choose another folder "
+            "with --data-dir or FSDP_DATA_DIR, or create its parent, or make it writable."
         ) from error
     with lock:
         yield

@@ -117,7 +117,7 @@ class MemoryTrace:
         """
         ends_s = [phase.end_s for phase in self._phases if phase.name.startswith(OPTIMIZER_STEP)]
         if len(ends_s) < 2:
-            raise ValueError(f"the trace has {len(ends_s)} optimizer step(s); run 2 or more")
+            raise ValueError(f"the trace needs 2 or more optimizer steps, and has {len(ends_s)}")
         return self._between(ends_s[-2], ends_s[-1], self._data_bytes())
 
     def _data_bytes(self) -> int:

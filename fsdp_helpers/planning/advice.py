@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fsdp_helpers.planning.models import Subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
-from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.quantities import format_bytes, format_count
 
 MOST_CHANGES = 6
 MOST_RANKS = 4096
@@ -137,7 +137,8 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
         yield planned(text, activation_checkpointing="units")
     if (sequences := settings.batch // subject.sequence) > 1:
         half = sequences // 2 * subject.sequence
-        yield planned(f"halve a rank's batch to {half:,} {subject.item}(s) (--{subject.item}s {half})", batch=half)
+        text = f"halve a rank's batch to {format_count(half, subject.item)} (--{subject.item}s {half})"
+        yield planned(text, batch=half)
     if settings.optimizer.startswith("adam") and settings.optimizer != "adam-8bit":
         yield planned("use 8-bit moments for Adam (--optimizer adam-8bit)", optimizer="adam-8bit")
     if sharded and ranks * 2 <= MOST_RANKS:

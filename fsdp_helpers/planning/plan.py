@@ -65,7 +65,7 @@ class Settings:
     precision: str = setting(
         "fp32",
         "fp32; mixed precision with fp32 shards and reductions (bf16, or fp16 with a scaled loss); or "
-        "everything in bf16, moments included (pure-bf16)",
+        "everything in bf16, moments included (pure-bf16). The command's default is bf16 if --device has it, else fp32",
         choices=tuple(PRECISIONS),
     )
     activation_checkpointing: str = setting(

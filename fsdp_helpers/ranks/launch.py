@@ -18,7 +18,8 @@ from typing import Any
 from fsdp_helpers.config import require_seconds, require_whole
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits, shown_by_message
-from fsdp_helpers.progress import ProgressBar, Report, count_ranks, print_above_bar, send_reports_to
+from fsdp_helpers.progress import ProgressBar, Report, print_above_bar, send_reports_to
+from fsdp_helpers.quantities import format_count
 from fsdp_helpers.ranks.errors import Answer, Interrupted, RankError, RankTimeout
 from fsdp_helpers.ranks.group import process_group, silent_ranks_named
 from fsdp_helpers.ranks.processes import Processes
@@ -74,7 +75,7 @@ def launch(
 
     try:
         if progress:
-            bar.start(f"{worker.__name__}, {count_ranks(world_size)} on {device}")
+            bar.start(f"{worker.__name__}, {format_count(world_size, 'rank')} on {device}")
         with Processes(body, world_size, device, output.add, on_note=show, streams=2, stall_s=stall_s) as ranks:
             return ranks.answers_of_all(timeout_s)
     except KeyboardInterrupt:

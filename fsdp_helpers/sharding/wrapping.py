@@ -38,14 +38,19 @@ def unless_tied(by_size: Policy, tied: Set[nn.Module], module: nn.Module, recurs
 
 def holders_of_ties(model: nn.Module) -> set[nn.Module]:
     """Return the modules that can't be units because they share a parameter with a module that isn't inside them."""
-    names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[parameter].append(name)
     holders = set()
-    for names in names_of.values():
+    for names in tied_names(model):
         around = [set(accumulate(name.split(".")[:-1], "{}.{}".format)) for name in names]
         holders |= set.union(*around) - set.intersection(*around)
     return {model.get_submodule(name) for name in holders}
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has more than one."""
+    names_of: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of[parameter].append(name)
+    return [names for names in names_of.values() if len(names) > 1]
 
 
 def choose_units(model: nn.Module, policy: Policy | None) -> list[str]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from fsdp_helpers.notebook import InPlace
 from fsdp_helpers.progress import BAR_FORMAT, Report
-from fsdp_helpers.quantities import MB, format_bytes
+from fsdp_helpers.quantities import MB, format_bytes, format_count
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.palette import BLUE, TEXT_COLOR, TEXT_STYLE
 
@@ -70,7 +70,8 @@ class LiveView:
 
     def summarize(self, record: RunRecord) -> None:
         """Summarize a finished run: the bytes held by each rank, and the global batch's loss in every step."""
-        text = [f"{self._title}: {len(record.step_losses)} steps, test accuracy {record.epochs[-1].test_accuracy:.2%}"]
+        steps = format_count(len(record.step_losses), "step")
+        text = [f"{self._title}: {steps}, test accuracy {record.epochs[-1].test_accuracy:.2%}"]
         for rank in record.ranks:
             if rank.peak_bytes is not None:
                 self._memory[rank.rank] = (rank.held_bytes, rank.peak_bytes)

@@ -11,7 +11,8 @@ from fsdp_helpers.config import TrainConfig, require_seconds
 from fsdp_helpers.data.source import DataError, num_test_images, num_train_images, prepare_data
 from fsdp_helpers.gpus import choose_device, hide_gpus
 from fsdp_helpers.notebook import is_notebook, shown_by_message
-from fsdp_helpers.progress import ProgressBar, count_ranks, send_reports_to
+from fsdp_helpers.progress import ProgressBar, send_reports_to
+from fsdp_helpers.quantities import format_count
 from fsdp_helpers.ranks.errors import describe_error
 from fsdp_helpers.ranks.group import gather_over_ranks, process_group, silent_ranks_named
 from fsdp_helpers.ranks.launch import RankError, launch
@@ -50,7 +51,8 @@ def train(
         device = _check_ranks(config, world_size, device)
         require_seconds(timeout=group_timeout_s)
     watched = watch and progress and is_notebook()
-    view, starting = _live_view() if watched else ProgressBar(), f"training, {count_ranks(world_size)} on {device}"
+    view = _live_view() if watched else ProgressBar()
+    starting = f"training, {format_count(world_size, 'rank')} on {device}"
     with closing(view):
         with shown_by_message(ValueError, DataError, CheckpointError):
             if progress and on_data is None:  # otherwise, a line about the data is printed first

@@ -10,6 +10,7 @@ from fsdp_helpers import progress
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives
 from fsdp_helpers.measuring.memory import MemoryTrace, state_bytes
+from fsdp_helpers.quantities import format_count
 from fsdp_helpers.records import RankRecord, StateBytes, StepTrace
 from fsdp_helpers.sharding.strategies import count_units
 
@@ -136,4 +137,4 @@ class StepWatch:
 def run_title(config: TrainConfig, world_size: int, device: str) -> str:
     """Return a title that identifies a run: "shallow, fsdp (fsdp2), 2 ranks on cpu"."""
     way = f" ({config.api})" if config.is_sharded else ", lean" if config.bucket_view else ""
-    return f"{config.model}, {config.strategy}{way}, {progress.count_ranks(world_size)} on {device}"
+    return f"{config.model}, {config.strategy}{way}, {format_count(world_size, 'rank')} on {device}"

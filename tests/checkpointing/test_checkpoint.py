@@ -2,20 +2,24 @@
 
 import json
 import os
+import re
 import warnings
+from dataclasses import replace
 
 import checkpoint_workers as workers
 import pytest
 import torch
+from leftovers import PROJECT
 from runs import mostly_long
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from fsdp_helpers import load, save
 from fsdp_helpers.checkpointing import checkpoint
+from fsdp_helpers.checkpointing.consolidate import consolidate
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, read_checkpoint
 from fsdp_helpers.checkpointing.shard_index import read_index
-from fsdp_helpers.checkpointing.training_state import random_state
+from fsdp_helpers.checkpointing.training_state import random_state, read_state, save_full
 from fsdp_helpers.ranks.launch import launch
 
 OPTIMIZERS = {
@@ -107,6 +111,27 @@ def test_saving_changes_nothing_even_before_the_first_step(tmp_path):
     torch.manual_seed(5)
     step(*resumed, count=2)
     assert equal(content(*resumed), content(*run))
+
+
+def test_a_new_optimizer_stays_new_whatever_is_read_and_whatever_fails(tmp_path):
+    """torch makes Adam's moments with a step that it counts: who trained on would be one bias correction ahead."""
+    model, optimizer, _ = built(1)
+    assert read_state(model, optimizer).optimizer == {} == dict(optimizer.state)
+    save_full(tmp_path / "new.pt", model, optimizer)
+    assert torch.load(tmp_path / "new.pt")["optimizer"]["state"] == {} == dict(optimizer.state)
+    save(tmp_path / "two groups", *built(1, "two groups")[:2])
+    with pytest.raises(CheckpointError, match="parameter group"):
+        load(tmp_path / "two groups", model, optimizer)
+    assert dict(optimizer.state) == {}
+
+
+def test_a_failed_load_leaves_an_optimizer_its_moments(tmp_path):
+    run = built(1)
+    step(*run)
+    save(tmp_path / "two groups", *built(1, "two groups")[:2])
+    with pytest.raises(CheckpointError, match="parameter group"):
+        load(tmp_path / "two groups", *run[:2])
+    assert len(run[1].state) == len([*run[0].parameters()])
 
 
 def test_parameters_that_never_had_a_gradient(tmp_path):
@@ -420,6 +445,12 @@ def test_the_background_needs_a_group_of_its_own(saved_by_three):
     assert all("needs its own process group" in answers["without a group"] for answers in saved_by_three[1])
 
 
+def test_everything_in_the_background_is_said_in_its_group(tmp_path):
+    """In the training's group it could meet a step's collective."""
+    found = launch(workers.groups_of_a_background_save, tmp_path / "one", world_size=2, device="cpu")
+    assert found == [[True, True]] * 2
+
+
 def test_a_shard_is_refused_as_an_extra(saved_by_three):
     assert all(
         "full tensors, but no other objects (it contains a DTensor)" in one["a shard as extra"]
@@ -434,3 +465,79 @@ def test_no_rank_writes_before_leftovers_are_gone(tmp_path):
     (leftover / "left").touch()
     found = launch(workers.save_beside_leftovers, tmp_path / "run", world_size=2, device="cpu", timeout_s=240)
     assert found == [[False], [False]]
+
+
+def test_the_loop_in_commands_starts_and_goes_on(tmp_path):
+    """On two ranks, with public names alone: an interruption changes nothing."""
+    (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "COMMANDS.md").read_text(), re.DOTALL)
+    imports = [line for line in code.splitlines() if "import" in line]
+    assert imports == ["from fsdp_helpers import load, newest_checkpoint, save"]
+    ends = []
+    for name, last_steps in {"whole": [50], "interrupted": [30, 50]}.items():
+        (tmp_path / name).mkdir()
+        ends.append(launch(workers.run_a_loop, tmp_path / name, code, last_steps, world_size=2, device="cpu")[0])
+    (whole,), (first, second) = ends
+    assert (first[0], second[0]) == (30, 20) and whole[:2] == (50, 50) and second[1] == 50
+    assert workers.differences(second[2], whole[2]) == []
+
+
+def test_every_rank_is_told_the_checkpoint_that_rank_0_sees(tmp_path):
+    """Another machine may see a shared folder as it was a minute ago."""
+    for number in (1, 2):
+        save(tmp_path / checkpoint_name(number), workers.small_model(), extra=number)
+    found = launch(workers.load_with_a_late_folder, tmp_path, world_size=2, device="cpu")
+    assert found == [(2, tmp_path / checkpoint_name(2), None)] * 2
+
+
+# ---------------------------------------------------------------- wrappers in any order, and tied parameters
+
+
+def test_names_are_plain_whatever_the_order_of_wrappers(tmp_path):
+    names = {f"{number}.{name}" for number in (0, 1) for name in ("0.weight", "0.bias", "kept")}
+    found = launch(workers.save_and_load_wrapped, tmp_path, world_size=2, device="cpu", timeout_s=240)[0]
+    assert len(found) == 8
+    for order, (stored, whole, differing, plain) in found.items():
+        assert {name for name in stored if name.startswith("model.")} == {f"model.{name}" for name in names}, order
+        assert whole["model"].keys() == names and whole["optimizer"]["state"].keys() == names - {"0.kept", "1.kept"}
+        assert sorted(whole["optimizer"]["param_groups"][0]["params"]) == sorted(names - {"0.kept", "1.kept"})
+        assert differing == [] and equal(plain, {name: whole["model"][name] for name in plain}), order
+
+
+def test_a_checkpoint_of_an_earlier_version_with_names_of_wrappers_loads_and_consolidates(tmp_path, monkeypatch):
+    """They were left by recomputing around compiling: two blocks of them, as they were written."""
+    run, again = built(1), built(2)
+    step(*run)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read_state", lambda *built: as_if_compiled(read_state(*built)))
+        save(tmp_path / "old", *run[:2])
+    assert b"_orig_mod" in (tmp_path / "old" / ".metadata").read_bytes()
+    load(tmp_path / "old", *again[:2])
+    assert equal(content(*again)[:2][1][0], content(*run)[1][0]) and equal(content(*again)[0], content(*run)[0])
+    consolidate(tmp_path / "old", tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt").keys() == run[0].state_dict().keys()
+
+
+def as_if_compiled(state):
+    """The state with names as of a compiled module inside each layer."""
+
+    def compiled(name):
+        return name.replace(".", "._orig_mod.", 1)
+
+    groups = [group | {"params": [*map(compiled, group["params"])]} for group in state.groups]
+    model, optimizer = ({compiled(n): kept for n, kept in tree.items()} for tree in (state.model, state.optimizer))
+    return replace(
+        state, model=model, optimizer=optimizer, groups=groups, buffers=frozenset(map(compiled, state.buffers))
+    )
+
+
+def test_ends_that_differ_in_a_checkpoint_are_not_loaded_into_tied_ones(tmp_path):
+    """One would overwrite the other. A tied checkpoint gives an untied model two equal ends."""
+    found = launch(workers.load_ties, tmp_path, world_size=2, device="cpu", timeout_s=240)
+    for rank in found:
+        assert len(rank) == 16
+        for (strategy, saved, loading), ends in rank.items():
+            if loading and not saved:
+                told = "embedding.weight and head.weight differ there, but are one tensor here"
+                assert isinstance(ends, str) and told in ends, strategy
+            elif ends is not None:  # rank 0's
+                assert ends == (saved or loading), strategy

@@ -20,7 +20,7 @@ from runs import main_in_process
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.consolidate import SAFETENSORS_TYPES, consolidate
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin, checkpoint_name, commit
-from fsdp_helpers.checkpointing.shard_index import read_index
+from fsdp_helpers.checkpointing.shard_index import read_index, read_index_of_anyone
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.launch import launch
@@ -78,6 +78,13 @@ def test_the_folder_of_a_run_means_its_newest_checkpoint(runs, tmp_path):
         content[name] = READERS[".pt"](tmp_path / f"{name}.pt")
     assert workers.differences(content["run"], content["second"]) == []
     assert workers.differences(content["first"], content["second"]) != []
+
+
+def test_a_prefix_is_stripped_from_the_beginning_alone(tmp_path):
+    path = save_by_hand(tmp_path / "run", {"model.weight": torch.ones(2), "other": torch.ones(1)})
+    assert {entry.name for entry in read_index_of_anyone(path)[0]} >= {"model.model.weight"}
+    consolidate(path, tmp_path / "model.pt")
+    assert READERS[".pt"](tmp_path / "model.pt").keys() == {"model.weight", "other"}
 
 
 MIXED = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from runs import main_in_process
 
+from fsdp_helpers.__main__ import main
 from fsdp_helpers.cli import explain
 from fsdp_helpers.teaching.failures.gallery import GALLERY
 
@@ -68,8 +69,9 @@ UNKNOWN = (
 
 
 @pytest.mark.parametrize("said", UNKNOWN)
-def test_what_it_does_not_know_it_says(said):
-    assert explain.explain_text(said).startswith("No card matches this message.")
+def test_what_it_does_not_know_it_says(said, capsys):
+    assert main(["explain", said]) == 1
+    assert capsys.readouterr().out.startswith("No card matches this message.")
 
 
 def test_the_command_prints_the_remedy(capsys):

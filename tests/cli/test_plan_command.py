@@ -3,12 +3,14 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from leftovers import PROJECT
 from programs import OWN_PEAK_KB
 
 from fsdp_helpers.__main__ import main
@@ -41,7 +43,7 @@ def test_a_table_and_a_sentence(capsys, tmp_path):
     path = tmp_path / "plan.json"
     assert main([*WHOLE, "--tflops", "400", "--storage-gb-s", "2", "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "vit-10b, 10,077,917,160 parameters, on 128 rank(s), 8 image(s) each"
+    assert lines[0] == "vit-10b, 10,077,917,160 parameters, in fp32, on 128 ranks, 8 images each"
     assert lines[2] == "A step has 128 ranks x 8 images = 1,024 images."
     assert [line.split("  ")[1] for line in lines[4:10]] == [
         "parameters",
@@ -112,6 +114,8 @@ def test_where_units_take_less_than_a_millisecond_there_is_no_range(capsys, tmp_
 def test_hours_say_what_they_leave_out(capsys):
     plain = said(capsys, *LLAMA_70B, *RECOMPUTED, "--total", "1e12")
     assert "without saving, restarts, evaluation" in plain and "give --storage-gb-s, a node's write rate" in plain
+    job = float(plain.split(" GPU-hours, ")[1].split(" days")[0])
+    assert job == pytest.approx(float(plain.split(" GPU-hours")[0].split()[-1].replace(",", "")) / 256 / 24, abs=0.05)
     honest = said(capsys, *LLAMA_70B, *RECOMPUTED, *"--total 1e12 --goodput 0.5 --storage-gb-s 2".split())
     hours = [float(text.split(" GPU-hours")[0].split()[-1].replace(",", "")) for text in (plain, honest)]
     assert hours[1] == pytest.approx(2 * hours[0], rel=1e-4) and "of which 50% is training" in honest
@@ -130,16 +134,24 @@ def test_adapters_train_little_and_skip_the_gradients_of_frozen_weights(tmp_path
     assert adapted.time.optimizer_s < full.time.optimizer_s / 50
 
 
+def test_a_loss_in_chunks_costs_the_heads_forward_once_more():
+    one, eight = (planned(*LLAMA_70B[1:], "--loss-chunks", chunks) for chunks in ("1", "8"))
+    # 2 operations for each of 8,192 tokens and 8,192 x 128,256 weights
+    assert (eight.time.arithmetic_s - one.time.arithmetic_s) * one.cluster.flops_per_s == pytest.approx(
+        2 * 8192 * 8192 * 128_256, rel=1e-3
+    )
+
+
 def test_the_sweep_finds_the_fewest(capsys):
     arguments = "--model llama-8b --world-size 32 --device h100 --precision bf16 --context 8192 --sweep".split()
     lines = said(capsys, "plan", *arguments, "--total", "1e11", "--days", "30").splitlines()
     assert said(capsys, "plan", *arguments, "--total", "1e11", "--days", "1").endswith(
-        "32 GPUs don't finish in 1 days.\n"
+        "32 GPUs don't finish within 1 day.\n"
     )
     assert lines[1].split() == [*"GPUs sequence batch recompute chunks sharding peak tokens/s GPU-hours days".split()]
     assert [line.split()[0] for line in lines[2:5]] == ["8", "16", "32"]
     fewest = int(lines[5].split(": ")[1].split()[0])
-    assert "are the fewest that finish in 30 days" in lines[5] and 8 <= fewest <= 32
+    assert "are the fewest that finish within 30 days" in lines[5] and 8 <= fewest <= 32
 
 
 def planned(*arguments: str) -> Plan:
@@ -182,6 +194,49 @@ def test_host_memory_is_that_of_a_node():
     lines = squeezed(plan_lines(together))
     assert "for each rank 141 GB" in lines and "for each node of 8 1,129 GB" in lines
     assert "--ranks-per-node" not in lines and not together.fits_host
+
+
+def test_readmes_own_line_plans_in_bf16_which_fits_and_says_so_first(capsys):
+    (line,) = re.findall(r"^python -m fsdp_helpers (plan .*?) +#", (PROJECT / "README.md").read_text(), re.MULTILINE)
+    text = said(capsys, *line.split())
+    assert "parameters, in bf16, on 64 ranks, 8,192 tokens each" in text.splitlines()[0] and "It fits: " in text
+    # llama-8b reaches 989 x 0.42 = 415 TFLOP/s instead of 67 x 0.42 = 28
+    assert planned(*line.split()[1:]).cluster.flops_per_s == pytest.approx(0.42 * 989e12)
+
+
+@pytest.mark.parametrize(
+    "arguments, precision",
+    [
+        ("--model llama-8b --device t4", "fp32"),
+        ("--model llama-8b --device a100", "bf16"),
+        ("--model llama-8b --device a100 --precision fp32", "fp32"),
+        ("--model llama-8b --device-memory-gb 80", "fp32"),
+    ],
+)
+def test_a_plan_is_in_bf16_if_the_device_has_it(arguments, precision, capsys):
+    plan = planned(*arguments.split(), "--world-size", "64")
+    assert plan.settings.precision == precision
+    assert f"parameters, in {precision}, on 64 ranks" in next(plan_lines(plan))
+    assert said(capsys, "plan", *arguments.split(), *"--world-size 8 --tflops 9 --sweep".split()).startswith(
+        f"llama-8b, {precision}, "
+    )
+
+
+def test_a_command_to_paste_has_the_precision_of_its_plan(capsys):
+    lines = said(
+        capsys, "plan", *"--model llama-8b --world-size 64 --device h100 --precision fp32".split()
+    ).splitlines()
+    assert "--precision bf16" in lines[-1] and "To plan that:" in lines[-2]
+    tried = said(
+        capsys, "plan", *"--model llama-8b --world-size 8 --device a100 --precision fp32 --lora-rank 8".split()
+    )
+    pasted = tried.splitlines()[-1].split()[3:]
+    assert f", in {planned(*pasted[1:]).settings.precision}, on" in said(capsys, *pasted).splitlines()[0]
+
+
+def test_one_of_anything_is_no_plural(capsys):
+    text = said(capsys, *"plan --model vit-b16 --world-size 1 --device h100 --strategy local --images 1".split())
+    assert "on 1 rank, 1 image each" in text and "A step has 1 rank x 1 image = 1 image." in text
 
 
 @pytest.mark.parametrize("model, batch", [("vit-b16", 8), ("llama-8b", 8192)])
@@ -393,7 +448,7 @@ def test_batches_that_cannot_be(arguments, message, three_b, capsys):
 def test_half_a_batch_is_never_half_a_sequence(three_b):
     plan = planned(*three_b, *"--world-size 8 --device-memory-gb 9 --precision bf16 --tokens 24576".split())
     halves = [text for text, _ in possible_changes(plan, llama_subject("", LlamaShape(**LLAMA_3B))) if "halve" in text]
-    assert halves == ["halve a rank's batch to 8,192 token(s) (--tokens 8192)"]
+    assert halves == ["halve a rank's batch to 8,192 tokens (--tokens 8192)"]
 
 
 LLAMA_3B = {

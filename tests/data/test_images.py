@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import workers_for_tests as workers
+from leftovers import PROJECT
 from torchvision.datasets import MNIST
 
 from fsdp_helpers.data import source
@@ -215,9 +216,9 @@ def test_the_note_of_a_failed_download_can_be_deleted(mirror, tmp_path):
     assert prepare_data(tmp_path) == "digits"
     mirror.files.update(files)
     assert prepare_data(tmp_path) == "digits"
-    assert f"to try again now, delete {tmp_path.name}/{FAILED_DOWNLOAD}." in describe_source("digits", tmp_path)
+    assert f"to try again now, delete {tmp_path}/{FAILED_DOWNLOAD}." in describe_source("digits", tmp_path)
     assert "into the folder ./MNIST/raw" in describe_source("digits", ".")
-    (tmp_path / FAILED_DOWNLOAD).unlink()
+    (tmp_path / FAILED_DOWNLOAD).unlink()  # as typed, it's there
     assert prepare_data(tmp_path) == "mnist"
 
 
@@ -316,7 +317,9 @@ def test_read_only_folder_without_mnist(tmp_path, monkeypatch):
     if before == 0:
         os.seteuid(65534)
     try:
-        with pytest.raises(DataError, match=r"isn't writable \(Permission denied\). Choose another folder"):
+        with pytest.raises(
+            DataError, match=r"can't be created or written to \(Permission denied\). Choose another folder"
+        ):
             prepare_data("data")
     finally:
         os.seteuid(before)
@@ -335,8 +338,30 @@ def test_read_only_folder_with_mnist_is_fine(mnist_dir, monkeypatch):
 
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "data").write_text("not a folder")
-    with pytest.raises(DataError, match="isn't writable"):
+    with pytest.raises(DataError, match="can't be created or written to"):
         prepare_data(tmp_path / "data")
+
+
+def test_a_folder_in_one_that_does_not_exist_is_refused_and_not_made(tmp_path):
+    with pytest.raises(DataError, match=r"mistyped/data, which can't be created .*No such file"):
+        prepare_data(tmp_path / "mistyped" / "data")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_folder_is_named_as_it_was_given(tmp_path, monkeypatch):
+    """From any folder, what the message names is there; a notebook's output has no path of a machine."""
+    assert f"delete {tmp_path}/x/{FAILED_DOWNLOAD}." in describe_source("digits", tmp_path / "x")
+    monkeypatch.setenv("FSDP_DATA_DIR", "own/images")
+    assert f"delete own/images/{FAILED_DOWNLOAD}." in describe_source("digits")
+    monkeypatch.delenv("FSDP_DATA_DIR")
+    monkeypatch.chdir(PROJECT / "notebooks")
+    assert f"delete ../data/{FAILED_DOWNLOAD}." in describe_source("digits")
+
+
+def test_an_installed_wheel_keeps_its_data_in_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("FSDP_DATA_DIR", raising=False)
+    monkeypatch.setattr(source, "__file__", str(tmp_path / "site-packages" / "fsdp_helpers" / "data" / "source.py"))
+    assert find_data_dir() == Path("data")
 
 
 def test_find_data_dir_order(monkeypatch, tmp_path):

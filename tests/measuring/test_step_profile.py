@@ -30,6 +30,18 @@ def profile_of(model: nn.Module):
     return measure_step(model, lambda: model(images).sum())
 
 
+def test_dropout_has_a_profile_of_its_own(monkeypatch):
+    """Its masks are kept for backward. Runs that differ in their sharding alone share one."""
+    plain = replace(tiny_record(), config=TrainConfig(model="shallow", dropout=False))
+    ddp = replace(plain, config=replace(plain.config, strategy="ddp"))
+    dropping = replace(plain, config=replace(plain.config, dropout=True))
+    measured = []
+    monkeypatch.setattr(step_profile, "measure_run", lambda config, *run: measured.append(config.dropout))
+    monkeypatch.setattr(step_profile, "peak_of_step", lambda *step, **settings: None)
+    predicted_peaks({"with": dropping, "without": plain, "on other ranks": ddp})
+    assert measured == [True, False]
+
+
 def test_events_and_bytes_of_two_layers():
     model = two_layers()
     profile = profile_of(model)

@@ -235,7 +235,7 @@ def test_nothing_is_offered_that_is_there_already_or_cannot_be():
         plan = make_plan(SUBJECT, settings, cluster(ranks))
         return [text.partition(" (--")[0] for text, _ in possible_changes(plan, SUBJECT)]
 
-    recompute, halve = "recompute each block in backward", "halve a rank's batch to 10 image(s)"
+    recompute, halve = "recompute each block in backward", "halve a rank's batch to 10 images"
     eight_bits = "use 8-bit moments for Adam"
     everything = ["all-gather and compute in bf16", recompute, halve, eight_bits, "use 4,096 ranks"]
     everything.append("keep shards in host memory")

@@ -101,3 +101,10 @@ def test_a_group_for_both_devices_waits_as_long_as_gloo():
     defaults = dist.distributed_c10d._get_default_timeout
     minutes = {name: defaults(name).total_seconds() / 60 for name in ("nccl", "gloo", "cpu:gloo,cuda:nccl")}
     assert minutes == {"nccl": 10, "gloo": 30, "cpu:gloo,cuda:nccl": 30}
+
+
+def test_a_process_has_the_cores_that_it_may_use(monkeypatch):
+    """As in a container, or under taskset: not all that the machine has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 4, 6}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert group.num_cores() == 3

@@ -339,6 +339,21 @@ def test_every_unit_gets_the_offload_policy(strategy, policy, monkeypatch):
     assert seen == [policy] * 2
 
 
+def test_host_memory_is_pinned_where_there_is_a_device_to_copy_to(monkeypatch):
+    seen = []
+    monkeypatch.setattr(strategies, "make_mesh", lambda device, config: None)
+    monkeypatch.setattr(strategies, "fully_shard", lambda module, **settings: seen.append(settings["offload_policy"]))
+    for device in ("cuda", "cpu"):
+        APPLY_STRATEGY["fsdp-offload"](nn.Linear(2, 2), torch.device(device), TrainConfig(strategy="fsdp-offload"))
+    assert seen == [CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)]
+
+
+def test_hybrid_has_two_copies_on_any_number_of_ranks():
+    with fake_group(8):
+        mesh = strategies.make_mesh(torch.device("cpu"), TrainConfig(strategy="fsdp", sharding="hybrid"))
+        assert (tuple(mesh.shape), mesh.mesh_dim_names) == ((2, 4), ("replicate", "shard"))
+
+
 def test_ddp_that_waits_for_its_buckets_learns_the_same(run, monkeypatch):
     """So it trains on CUDA under a time-out; the variable is NCCL's, and gloo does not heed it."""
     config = replace(run("ddp").config, max_steps=4)

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_helpers.training.loop import evaluate, train_one_epoch, train_step
+from fsdp_helpers.training.loop import batch_loss, evaluate, train_one_epoch, train_step
 
 
 def one_weight() -> nn.Linear:
@@ -24,6 +24,11 @@ def test_train_step_hand_worked():
     # Gradient of the mean: class 0 mean((1/2 - 1) x) = (-0.5 - 1.5) / 2 = -1, class 1 the opposite.
     # One step with learning rate 1: weights 0 - (-1) = 1 and 0 - 1 = -1.
     assert model.weight.flatten().tolist() == pytest.approx([1.0, -1.0])
+
+
+def test_the_loss_of_a_model_in_bf16_is_in_fp32():
+    loss = batch_loss(one_weight().bfloat16(), torch.ones(2, 1, dtype=torch.bfloat16), torch.tensor([0, 1]))
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(0.69315, abs=1e-5)  # ln 2; in bf16 0.6914
 
 
 def test_gradients_do_not_pile_up():

@@ -15,14 +15,17 @@ FIRST = "00_start_here.ipynb"
 
 
 def open_lab(copies: Path | None, arguments: Sequence[str]) -> None:
-    """Start JupyterLab with the notebooks, or with copies of them in the folder `copies`; return when it exits.
+    """Start JupyterLab with copies of the notebooks in the folder `copies`, or with the originals if it's None.
 
-    Raises ValueError if `copies` is outside the project, which is the folder that JupyterLab shows.
+    Returns when it exits. Raises ValueError if there are no notebooks, since a wheel has none, or if `copies` is outside
+    the project, which is the folder that JupyterLab shows.
     """
+    if not ORIGINALS.is_dir():
+        raise ValueError("lab: the package was installed without the notebooks; clone the project, and run it there")
     folder = _folder_of(copies)
     if copies is not None:
         copied = copy_missing(PROJECT / folder)
-        print(f"{folder}: {len(copied)} new file(s); the others are unchanged")
+        print(f"{folder}: files copied: {len(copied)}; copies that were there already are unchanged")
         for name in older_than_originals(PROJECT / folder):
             print(
                 f"{folder / name} is older than the original: `make reset NOTEBOOK={name[:2]}` makes a new copy and "

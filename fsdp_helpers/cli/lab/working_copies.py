@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--reset", metavar="NN")
     options = parser.parse_args()
     num_copied = len(copy_missing(options.work))
-    print(f"{options.work}: {num_copied} new file(s); the others are unchanged")
+    print(f"{options.work}: files copied: {num_copied}; copies that were there already are unchanged")
     if options.reset is not None:
         print(f"{reset(options.work, options.reset)} has been reset to the original")
         print(IF_IT_IS_OPEN)

@@ -27,7 +27,7 @@ def check_offload_split(split: Callable[[int, int], tuple[float, float]] | None)
         for number in given:
             expect_number(number)
         on_device, on_host = given
-        says = f"for {format_count(num_params)} parameters on {world_size} rank(s), your function returns "
+        says = f"for {format_count(num_params)} parameters and a world size of {world_size}, your function returns "
         expect(
             abs(on_device) < 1,
             f"{says}{on_device:,.0f} bytes on the device; which of a unit's bytes stay there between steps?",
@@ -53,8 +53,8 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
         expect_whole(given)
         copies_s = 4 * (2 * num_params - root_params) / world_size / bytes_per_s  # the slower direction
         says = (
-            f"for {format_count(num_params)} parameters, {format_count(root_params)} of them in the root, {world_size}"
-            f" rank(s), {1e3 * image_s:.2f} ms per image, {format_bytes(round(bytes_per_s))}/s, your function returns {given}; "
+            f"for {format_count(num_params)} parameters, {format_count(root_params)} of them in the root, a world "
+            f"size of {world_size}, {1e3 * image_s:.2f} ms per image, {format_bytes(round(bytes_per_s))}/s, your function returns {given}; "
         )
         expect(given >= 1, f"{says}a step has at least one image")
         expect(

@@ -90,7 +90,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
             continue
         expect_whole(given)
         expect(given >= 1, f"{says}there has to be at least one rank")
-        expect(_starts_on(given, layers, device_bytes), f"{says}with {given} rank(s), a device is too small")
+        expect(_starts_on(given, layers, device_bytes), f"{says}with a world size of {given}, a device is too small")
         fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
         expect(not fewer, f"{says}fewer ranks are enough")
     return "Right: more ranks make shards smaller, but the largest layer has to fit unsharded."

@@ -11,7 +11,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from fsdp_helpers.progress import ProgressBar, count_ranks
+from fsdp_helpers.progress import ProgressBar
+from fsdp_helpers.quantities import format_count
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
 from fsdp_helpers.teaching.exercises.answers import NotYet, error_line, expect
 
@@ -108,7 +109,7 @@ def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: obj
 def launch_readers(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
     """Run `worker` as `run_on_ranks` does, but don't catch a RankError."""
     bar = ProgressBar()
-    bar.start(f"{module}.py, {count_ranks(world_size)} on cpu")
+    bar.start(f"{module}.py, {format_count(world_size, 'rank')} on cpu")
     settings = {"device": "cpu", "stall_s": STALL_S, "timeout_s": TIMEOUT_S, "progress": bar}
     try:
         return launch(worker, module, *arguments, world_size=world_size, **settings)

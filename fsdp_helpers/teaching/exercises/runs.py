@@ -60,5 +60,5 @@ def _expect_same_settings(record: RunRecord, task: RunTask) -> None:
     )
     expect(
         task.world_size in (None, record.world_size),
-        f"the exercise asks for {task.world_size} rank(s); your run has {record.world_size}",
+        f"the exercise asks for a world size of {task.world_size}; your run has {record.world_size}",
     )

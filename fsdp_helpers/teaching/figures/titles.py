@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST
-from fsdp_helpers.progress import count_ranks
-from fsdp_helpers.quantities import GB, format_bytes, in_mb
+from fsdp_helpers.quantities import GB, format_bytes, format_count, in_mb
 from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RankRecord, StepTrace, largest_difference
 
 SAME = 1e-4  # nats; summing in fp32 in a different order makes a far smaller difference
@@ -58,7 +57,7 @@ def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> 
     if there[least] == there[greatest]:
         return ""
     return (
-        f"Lowest on {count_ranks(most)}: {least}, {there[least] / num_params:.1f} bytes per parameter, "
+        f"Lowest on {format_count(most, 'rank')}: {least}, {there[least] / num_params:.1f} bytes per parameter, "
         f"{_percent(there[least] / there[greatest])} of {greatest}'s"
     )
 
@@ -109,8 +108,8 @@ def fits_from(needed_bytes: Mapping[int, float], device_bytes: float) -> str:
     too_few = [ranks for ranks, needed in needed_bytes.items() if needed > device_bytes]
     enough = [ranks for ranks in needed_bytes if ranks > max(too_few, default=0)]
     if not enough:
-        return f"Doesn't fit {device_bytes / GB:.0f} GB on {count_ranks(max(needed_bytes))}"
-    return f"Fits {device_bytes / GB:.0f} GB on {count_ranks(min(enough))} or more"
+        return f"Doesn't fit {device_bytes / GB:.0f} GB on {format_count(max(needed_bytes), 'rank')}"
+    return f"Fits {device_bytes / GB:.0f} GB on {format_count(min(enough), 'rank')} or more"
 
 
 def errors_within(errors: Sequence[float], bound: float) -> str:

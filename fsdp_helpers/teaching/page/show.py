@@ -14,6 +14,7 @@ from typing import Any
 from IPython.display import Markdown, display
 
 from fsdp_helpers.planning.walk.ledger import Peak
+from fsdp_helpers.quantities import format_count
 from fsdp_helpers.teaching.page.listings import Listing, SideBySide
 from fsdp_helpers.teaching.page.this_machine import describe_memory
 
@@ -169,7 +170,7 @@ def machine(
     with shown_by_message(ValueError):
         device, about_gpus = settle_device(device, num_ranks, fixed=fixed)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}."
-    ranks = f"{num_ranks} rank(s) on {device_name(torch.device(device))}."
+    ranks = f"{format_count(num_ranks, 'rank')} on {device_name(torch.device(device))}."
     data = data or describe_source(prepare_data())
     display(Markdown(" ".join(filter(None, [versions, ranks, data, describe_memory(needs_bytes), about_gpus]))))
     return device

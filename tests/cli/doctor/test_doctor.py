@@ -304,6 +304,12 @@ def have_a_proxy(patch, folder):
     return "http_proxy set: `export no_proxy=localhost,127.0.0.1`"
 
 
+def have_a_proxy_for_the_name(patch, folder):
+    have_a_proxy(patch, folder)
+    patch.setenv("no_proxy", "127.0.0.1,other")  # and not localhost
+    return "http_proxy set: `export no_proxy=localhost,127.0.0.1`"
+
+
 DOUBTS = {
     have_docker_s_shared_memory: "shared memory",
     have_less_memory: "memory",
@@ -314,6 +320,7 @@ DOUBTS = {
     install_without_notebooks: "Jupyter",
     choose_a_missing_interface_of_nccl: "interfaces",
     have_a_proxy: "proxies",
+    have_a_proxy_for_the_name: "proxies",
 }
 
 

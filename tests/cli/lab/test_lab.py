@@ -42,7 +42,7 @@ def test_copies_are_complete_and_never_overwritten(tmp_path):
     )
     (work / "03_fsdp.ipynb").write_text("solved")
     (work / "01_local_training.ipynb").unlink()
-    assert copies(work).stdout == f"{work}: 1 new file(s); the others are unchanged\n"
+    assert copies(work).stdout == f"{work}: files copied: 1; copies that were there already are unchanged\n"
     assert (work / "03_fsdp.ipynb").read_text() == "solved"
 
 
@@ -101,16 +101,18 @@ def started(monkeypatch, tmp_path) -> list[list[str]]:
 
 
 def test_lab_opens_the_first_notebook_with_this_environment(started, monkeypatch):
-    assert main(["lab", "--no-browser", "--port", "9000"]) == 0
+    assert main(["lab", "--originals", "--no-browser", "--port", "9000"]) == 0
     (arguments,) = started
     assert arguments[-3:] == ["--no-browser", "--port", "9000"]
     assert "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb" in arguments
     assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
 
 
-def test_lab_works_in_copies(started, monkeypatch, tmp_path):
+@pytest.mark.parametrize("given", [[], ["--copies", "work"]])
+def test_lab_works_in_copies_in_every_route(given, started, monkeypatch, tmp_path):
     monkeypatch.setattr(jupyter, "PROJECT", tmp_path)
-    assert main(["lab", "--copies", str(tmp_path / "work")]) == 0
+    monkeypatch.chdir(tmp_path if given else "/")
+    assert main(["lab", *given]) == 0
     assert (tmp_path / "work" / "00_start_here.ipynb").is_file()
     assert "--LabApp.default_url=/lab/tree/work/00_start_here.ipynb" in started[0]
     with closing(sqlite3.connect(tmp_path / "signatures" / "nbsignatures.db")) as signatures:
@@ -130,6 +132,15 @@ def test_copies_outside_what_jupyterlab_shows_are_refused(started, tmp_path, cap
         assert main(["lab", "--copies", str(folder)]) == 2
         assert "choose a separate folder inside" in capsys.readouterr().err
     assert started == []
+
+
+def test_without_notebooks_lab_says_so_in_one_line(started, monkeypatch, tmp_path, capsys):
+    """A wheel has none."""
+    monkeypatch.setattr(jupyter, "ORIGINALS", tmp_path / "notebooks")
+    for arguments in (["lab"], ["lab", "--originals"], ["lab", "--copies", "work"]):
+        assert main(arguments) == 2
+        assert "installed without the notebooks; clone the project" in capsys.readouterr().err
+    assert started == [] == [*tmp_path.iterdir()]
 
 
 def test_only_lab_takes_arguments_of_others(capsys):

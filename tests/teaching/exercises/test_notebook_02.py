@@ -16,6 +16,7 @@ class TestSmallestBucket(FunctionTests):
     right = [lambda n, latency, speed: 9 * n * latency * speed, lambda *link: math.ceil(9 * math.prod(link))]
     wrong = [
         lambda n, latency, speed: 10 * n * latency * speed,  # a tenth of the sending alone
+        lambda n, latency, speed: 4 * n * latency * speed,  # a fifth of the time
         lambda n, latency, speed: 9 * latency * speed,  # a part, not the bucket
         lambda n, latency, speed: 9 * 2 * (n - 1) * latency * speed,  # the whole bucket in every pass
         lambda n, latency, speed: 25 * 2**20,  # DDP's default

@@ -21,7 +21,7 @@ class TestThreshold(RunTests):
         (attempt(UNDER_LIMITS, num_collectives=17, **CUT), "a step runs 17 collectives; the target is at most 9"),
         (attempt(UNDER_LIMITS, **{**CUT, "model": "shallow"}), "keeps model at 'deep'; your run has 'shallow'"),
         (attempt(UNDER_LIMITS, **{**CUT, "strategy": "ddp"}), "the fsdp-auto-wrap strategy; your run uses 'ddp'"),
-        (attempt(UNDER_LIMITS, world_size=4, **CUT), r"asks for 2 rank\(s\); your run has 4"),
+        (attempt(UNDER_LIMITS, world_size=4, **CUT), r"asks for a world size of 2; your run has 4"),
         (attempt(UNDER_LIMITS, **CUT, api="fsdp1"), "keeps api at 'fsdp2'"),
         (attempt(UNDER_LIMITS, **CUT, reshard_after_forward=False), "keeps reshard_after_forward at True"),
     ]

@@ -160,6 +160,7 @@ class TestLoop(BuildTests):
             "but an uninterrupted run has|fails",
             marks=pytest.mark.long,
         ),
+        ([("range(first_step, num_steps)", "range(first_step, num_steps, 1 + bool(whole))")], "takes steps .13, 15, "),
         ([('first_step = state["step"]', 'first_step = state["step"] + 1')], "continues with step 14; it saves"),
         pytest.param(
             [("% 2 == 0", "% 3 == 0")],

@@ -20,7 +20,7 @@ class TestLevers(RunTests):
         (attempt(UNDER_LIMITS, **VIT, activation_checkpointing="selective"), "keeps activation_checkpointing"),
         (attempt(UNDER_LIMITS, **{**VIT, "global_batch_size": 32}), "keeps global_batch_size at 64; your run has 32"),
         (attempt(UNDER_LIMITS, **{**VIT, "model": "vit"}), "keeps model at 'vit-deep'; your run has 'vit'"),
-        (attempt(UNDER_LIMITS, world_size=4, **VIT), r"asks for 2 rank\(s\)"),
+        (attempt(UNDER_LIMITS, world_size=4, **VIT), r"asks for a world size of 2"),
     ]
     wrong = [attempt(UNDER_LIMITS, **VIT, dropout=False)]  # it changes what the text leaves as it is
 

@@ -137,6 +137,7 @@ WRONG = [
     ([("$((20000 + SLURM_JOB_ID % 10000))", "29500")], "two jobs use the port in gpu-0:29500"),
     ([("$((20000 + SLURM_JOB_ID % 10000))", "$SLURM_JOB_ID")], "the port has to be between 1024 and 65535"),
     ([("$first:", "localhost:")], "the meeting point has to be one of the job's nodes"),
+    ([("RDZV_TCP_STORE=1", "RDZV_TCP_STORE=0")], "gives each restart its own store"),
     ([("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "")], "gives each restart its own store"),
     ([("--max-restarts=3 ", "")], "torchrun restarts no ranks; which option"),
     ([("--nproc-per-node=4", "--nproc-per-node=1")], "torchrun --nproc-per-node is 1; it should be gpu or auto or 4"),

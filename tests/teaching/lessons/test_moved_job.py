@@ -107,3 +107,22 @@ def test_a_file_that_differs_in_one_tensor_is_found(part, tmp_path):
         torch.save(state, path)
     differences = {name: apart for name, (*_, apart) in compare_checkpoints(*paths).items() if apart}
     assert differences == {"exp_avg" if part == "optimizer" else part: 0.5}
+
+
+def test_each_epoch_has_an_order_of_its_own(digits_dir, monkeypatch):
+    """Two steps an epoch; a job that begins in the middle of the second one goes on with that epoch's order."""
+    monkeypatch.setenv("FSDP_DATA_DIR", str(digits_dir))
+    monkeypatch.setattr(moved_job, "TRAIN_IMAGES", 2 * moved_job.GLOBAL_BATCH)
+    steps = [[labels for _, labels in parts] for parts in moved_job.load_steps(0, 2, 0, 4)]
+    first, second = (torch.cat([*steps[epoch], *steps[epoch + 1]]) for epoch in (0, 2))
+    assert not torch.equal(first, second) and not torch.equal(first.sort().values, second.sort().values)
+    (again,) = [[labels for _, labels in parts] for parts in moved_job.load_steps(0, 2, 3, 4)]
+    assert all(map(torch.equal, again, steps[3]))
+
+
+def test_the_average_keeps_nine_tenths():
+    average, model = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    for module, value in ((average, 1.0), (model, 2.0)):
+        torch.nn.init.constant_(module.weight, value)
+    moved_job.update_average(average, model)
+    assert average.weight.item() == pytest.approx(0.9 * 1 + 0.1 * 2)

@@ -111,7 +111,7 @@ def machine(monkeypatch):
 def test_a_machine_without_gpus(machine, tmp_path, monkeypatch):
     device, shown = machine("cpu", 2)
     assert device == "cpu" and are_hidden()
-    assert f"torch {torch.__version__}. 2 rank(s) on a cpu. Data: the digits." in shown and "GPU" not in shown
+    assert f"torch {torch.__version__}. 2 ranks on a cpu. Data: the digits." in shown and "GPU" not in shown
     monkeypatch.setenv("FSDP_DATA_DIR", str(tmp_path / "none"))
     assert "1,797 bundled digits, because MNIST couldn't be downloaded" in machine("cpu", 2, data=None)[1]
 
@@ -137,7 +137,7 @@ def test_the_reader_chooses_the_device(machine, monkeypatch):
     """With the setting, and again with another one; the variable overrides it, unless the device is fixed."""
     assert machine("cpu", 2, Gpus(2))[0] == "cpu" and are_hidden()
     device, shown = machine("cuda", 2, Gpus(2))
-    assert device == "cuda" and not are_hidden() and "2 rank(s) on a cuda" in shown and "idle" not in shown
+    assert device == "cuda" and not are_hidden() and "2 ranks on a cuda" in shown and "idle" not in shown
     monkeypatch.setenv("FSDP_DEVICE", "cuda")
     assert machine("cpu", 2, Gpus(2))[0] == "cuda" and not are_hidden()
     assert machine("cpu", 2, Gpus(2), fixed=True)[0] == "cpu"
