@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
@@ -28,9 +29,9 @@ FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "take_home"
 MAX_NORM = 1.0
 
 
-def load_script(name: str) -> ModuleType:
-    """A take-home script as a module; nothing in it runs."""
-    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), FOLDER / name)
+def load_script(name: str | Path) -> ModuleType:
+    """A take-home script, or one at another path, as a module; nothing in it runs."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, FOLDER / name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -98,6 +99,7 @@ def units_and_settings(script: ModuleType, arguments: tuple) -> tuple[list[str],
 def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) -> list[float]:
     """Mean losses over the global batch, one per step, of the script's model under the package's strategy."""
     script, device = load_script(name), rank_device()
+    torch.manual_seed(0)
     model = APPLY_STRATEGY[config.strategy](script.build_model(), device, config)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
@@ -125,39 +127,57 @@ def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) ->
     return losses
 
 
-def train_undisturbed(name: str, steps: int) -> list[float]:
-    """One process, one whole model, the script's schedule; nothing is saved or loaded."""
+def train_alone(name: str, steps: int = 6, seed: int = 0) -> list[float]:
+    """The losses of the script's model in a loop of plain torch: one process, whole batches, nothing saved or loaded."""
     script = load_script(name)
-    model = script.build_model()
+    torch.manual_seed(seed)
+    model = script.ViT() if name == "vit.py" else script.build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
     losses = []
     for step in range(steps):
         inputs, labels = script.load_batch(step)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
+        if name == "levers.py":
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
-        schedule.step()
+        if name == "checkpoint.py":
+            schedule.step()
         losses.append(loss.item())
     return losses
 
 
-def train_vit_alone(steps: int, seed: int = 0) -> list[float]:
-    """The losses of vit.py in one process: the same first values, whole batches."""
-    script = load_script("vit.py")
-    torch.manual_seed(seed)
-    model = script.ViT()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(steps):
-        images, labels = script.load_batch(step)
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def run_each(rank, world_size, runs: dict[str, tuple]) -> dict[str, str]:
+    """Scripts and their arguments -> what each prints, in the group of this launch, which no script makes or ends.
+
+    Each finds another state of the random numbers on each rank. levers.py computes in fp32, so that losses can be equal.
+    """
+    dist.init_process_group = dist.destroy_process_group = lambda *_: None
+    printed = {}
+    for name, arguments in runs.items():
+        script = load_script(name)
+        if name == "levers.py":
+            script.MixedPrecisionPolicy = lambda **_: MixedPrecisionPolicy()
+        torch.manual_seed(100 + rank)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            script.main(torch.device("cpu"), *arguments)
+        printed[name] = output.getvalue()
+    return printed
+
+
+def ddp_job_that_saves(folder: Path, steps: int) -> tuple[Path, Path]:
+    """ddp.py with the lines from from_ddp.py's docstring, as a job of so many steps; its path, and the file's."""
+    shown = [line for line in load_script("from_ddp.py").__doc__.splitlines() if line.startswith("    ")]
+    assert len(shown) == 4
+    end = "    dist.destroy_process_group()\n"
+    text = (FOLDER / "ddp.py").read_text()
+    assert text.count(end) == text.count("\nSTEPS = 6\n") == 1
+    text = text.replace("\nSTEPS = 6\n", f"\nSTEPS = {steps}\n").replace(end, "\n".join([*shown, end]))
+    job, file = folder / "ddp_job.py", folder / "ddp.pt"
+    job.write_text(text.replace('"FILE"', repr(str(file))))
+    return job, file
 
 
 def collectives_of(rank, world_size, name: str) -> dict[str, int]:
@@ -170,7 +190,7 @@ def collectives_of(rank, world_size, name: str) -> dict[str, int]:
     return {counted.op: counted.count for counted in count_collectives(seen)}
 
 
-LEFT_BY_A_KILLED_RUN = ("unfinished", "unfinished-step-1", "unfinished-model")
+LEFT_BY_A_KILLED_RUN = ("unfinished-000001", "unfinished-step-1", "unfinished-model")
 
 
 def save_beside_a_slow_removal(rank, world_size, folder: Path) -> list[bool]:
