@@ -217,3 +217,32 @@ def save_beside_a_slow_removal(rank, world_size, folder: Path) -> list[bool]:
         tuning.tensors_in_files = nn.Module.state_dict
         tuning.export(model, folder / "base", folder / "model")
     return found
+
+
+def load_beside_an_older_listing(rank, world_size, folder: Path, steps: tuple[int, int]) -> tuple[int, float]:
+    """checkpoint.py loads from a folder with two checkpoints, of which rank 1 sees the older one alone, as NFS may have it.
+
+    The step that it returns, and a weight, which was that step when it was saved.
+    """
+    script = load_script("checkpoint.py")
+    mesh = dist.init_device_mesh("cpu", (world_size,))
+    model = script.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    adam = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, T_max=20)
+    for step in steps:
+        nn.init.constant_(model.weight, step)
+        script.save_checkpoint(folder, script.state_to_keep(model, adam, schedule, step))
+        if rank == 0 and step == steps[0]:
+            shutil.copytree(folder / f"{step:06}", folder / "kept")
+    if rank == 0:
+        (folder / "kept").rename(folder / f"{steps[0]:06}")
+    dist.barrier()
+    nn.init.zeros_(model.weight)
+    glob = Path.glob
+
+    def glob_as_this_node(path: Path, pattern: str) -> list[Path]:
+        return [found for found in glob(path, pattern) if rank == 0 or found.name == f"{steps[0]:06}"]
+
+    with patch.object(Path, "glob", glob_as_this_node):
+        step = script.load_newest(folder, model, adam, schedule)
+    return step, model.weight.full_tensor()[1, 1].item()

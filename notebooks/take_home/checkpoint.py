@@ -141,7 +141,7 @@ def main(device: torch.device, folder: Path, last_step: int) -> None:
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # After sharding, so that it holds the shards. fused=True is faster and peaks 4 bytes per parameter lower.
+    # After sharding, so that it holds the shards. fused=True is faster; on CUDA, 4 bytes/parameter leaner.
     adam = Adam(model.parameters(), lr=3e-3, fused=True)
     schedule = CosineAnnealingLR(adam, T_max=20)
 

@@ -62,7 +62,7 @@ def main(device: torch.device) -> None:
     world_size = dist.get_world_size()
     torch.manual_seed(0)  # every rank starts with the same weights
     model = DistributedDataParallel(build_model().to(device))
-    # Every rank takes the same step. fused=True is faster and peaks 4 bytes per parameter lower.
+    # Every rank takes the same step. fused=True is faster; on CUDA, 4 bytes/parameter leaner.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
     for step in range(STEPS):

@@ -71,7 +71,7 @@ def main(device: torch.device) -> None:
         recomputed = checkpoint_wrapper(layer)  # before sharding, by convention; the wrapper becomes the unit
         model[index] = fully_shard(recomputed, mesh=mesh, mp_policy=bf16)
     fully_shard(model, mesh=mesh, mp_policy=bf16)
-    # After sharding, so that it holds the shards. fused=True is faster and peaks 4 bytes per parameter lower.
+    # After sharding, so that it holds the shards. fused=True is faster; on CUDA, 4 bytes/parameter leaner.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
     for step in range(STEPS):

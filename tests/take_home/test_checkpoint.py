@@ -21,6 +21,7 @@ from take_home_workers import (
     FOLDER,
     LEFT_BY_A_KILLED_RUN,
     ask_one_rank_to_end,
+    load_beside_an_older_listing,
     load_script,
     run_main,
     save_beside_a_slow_removal,
@@ -199,6 +200,26 @@ def test_a_kill_at_any_change_of_the_folder_leaves_a_whole_checkpoint(tmp_path):
             break
     # as what is unfinished goes, as torch names its index, as the folder gets its name; as the older one goes, and after
     assert steps == [5, 5, 5, 10, 10]
+
+
+def test_all_ranks_load_the_newest_that_rank_0_sees(tmp_path):
+    """By its number: as text, 999995 would come after 1000000."""
+    steps = (999_995, 1_000_000)
+    found = launch(load_beside_an_older_listing, tmp_path, steps, world_size=2, device="cpu", timeout_s=240)
+    assert found == [(1_000_000, 1_000_000.0)] * 2
+
+
+def test_each_save_has_a_temporary_name_of_its_own(tmp_path, monkeypatch):
+    """A node that has cached the name of the last one, renamed since, would write into a checkpoint."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    names = []
+    monkeypatch.setattr(
+        SCRIPT, "save", lambda state, checkpoint_id: names.append(checkpoint_id) or checkpoint_id.mkdir()
+    )
+    for step in (5, 10):
+        SCRIPT.save_checkpoint(tmp_path, {"step": step})
+    assert [path.relative_to(tmp_path).as_posix() for path in names] == ["unfinished-000005", "unfinished-000010"]
+    assert [path.name for path in tmp_path.iterdir()] == ["000010"]
 
 
 # ---------------------------------------------------------------- asked to end, left alone, shut out
