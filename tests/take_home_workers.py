@@ -27,6 +27,7 @@ from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, unit_names
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "take_home"
 MAX_NORM = 1.0
+SMALL_NORM = 0.1  # for levers.py, whose norms are about 0.8
 
 
 def load_script(name: str | Path) -> ModuleType:
@@ -57,6 +58,14 @@ def ask_one_rank_to_end(rank, world_size, port, arguments, asked: int, at_step: 
 
     script.load_batch = interrupted
     return main_on_cpu(script, port, arguments)
+
+
+def save_steps_of(rank, world_size, port, arguments) -> list[int]:
+    """The steps after which checkpoint.py saves."""
+    script, steps = load_script("checkpoint.py"), []
+    script.save_checkpoint = lambda folder, state: steps.append(state["step"])
+    main_on_cpu(script, port, arguments)
+    return steps
 
 
 def main_on_cpu(script: ModuleType, port: int, arguments) -> str:
@@ -127,8 +136,11 @@ def train_as_package(rank, world_size, name, config: TrainConfig, steps: int) ->
     return losses
 
 
-def train_alone(name: str, steps: int = 6, seed: int = 0) -> list[float]:
-    """The losses of the script's model in a loop of plain torch: one process, whole batches, nothing saved or loaded."""
+def train_alone(name: str, steps: int = 6, seed: int = 0, norms: list[float] | None = None) -> list[float]:
+    """The losses of the script's model in a loop of plain torch: one process, whole batches, nothing saved or loaded.
+
+    With a list for `norms`, gradients are clipped to SMALL_NORM, and their norms are added to the list.
+    """
     script = load_script(name)
     torch.manual_seed(seed)
     model = script.ViT() if name == "vit.py" else script.build_model()
@@ -140,8 +152,8 @@ def train_alone(name: str, steps: int = 6, seed: int = 0) -> list[float]:
         loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
-        if name == "levers.py":
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        if norms is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), SMALL_NORM).item())
         optimizer.step()
         if name == "checkpoint.py":
             schedule.step()
@@ -152,7 +164,8 @@ def train_alone(name: str, steps: int = 6, seed: int = 0) -> list[float]:
 def run_each(rank, world_size, runs: dict[str, tuple]) -> dict[str, str]:
     """Scripts and their arguments -> what each prints, in the group of this launch, which no script makes or ends.
 
-    Each finds another state of the random numbers on each rank. levers.py computes in fp32, so that losses can be equal.
+    Each finds another state of the random numbers on each rank. levers.py computes in fp32, so that losses can be equal,
+    and clips to a norm that matters.
     """
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
     printed = {}
@@ -160,6 +173,7 @@ def run_each(rank, world_size, runs: dict[str, tuple]) -> dict[str, str]:
         script = load_script(name)
         if name == "levers.py":
             script.MixedPrecisionPolicy = lambda **_: MixedPrecisionPolicy()
+            script.MAX_NORM = SMALL_NORM
         torch.manual_seed(100 + rank)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             script.main(torch.device("cpu"), *arguments)
@@ -180,14 +194,23 @@ def ddp_job_that_saves(folder: Path, steps: int) -> tuple[Path, Path]:
     return job, file
 
 
-def collectives_of(rank, world_size, name: str) -> dict[str, int]:
-    """How many collectives of each kind the script makes in its only step, in the group of this launch."""
+def levers_of_a_step(rank, world_size) -> tuple[dict[str, int], set[torch.dtype]]:
+    """How many collectives of each kind levers.py makes in its only step, in the group of this launch; dtypes of its loss."""
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
-    script = load_script(name)
+    script, dtypes, cross_entropy = load_script("levers.py"), set(), F.cross_entropy
     script.STEPS = 1
-    with contextlib.redirect_stdout(io.StringIO()), trace_collectives() as seen:
+
+    def note_dtype(outputs, labels):
+        dtypes.add(outputs.dtype)
+        return cross_entropy(outputs, labels)
+
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        trace_collectives() as seen,
+        patch.object(F, "cross_entropy", note_dtype),
+    ):
         script.main(torch.device("cpu"))
-    return {counted.op: counted.count for counted in count_collectives(seen)}
+    return {counted.op: counted.count for counted in count_collectives(seen)}, dtypes
 
 
 LEFT_BY_A_KILLED_RUN = ("unfinished-000001", "unfinished-step-1", "unfinished-model")

@@ -25,6 +25,7 @@ from take_home_workers import (
     load_script,
     run_main,
     save_beside_a_slow_removal,
+    save_steps_of,
     train_alone,
 )
 from torch.distributed import HashStore, TCPStore
@@ -46,7 +47,7 @@ def checkpoint_job(folder: Path, last_step: int, *options: str, **settings):
 def launched(worker, *arguments, world_size: int = 2) -> str:
     """What rank 0 prints as `launch` runs the script's `main`, which takes less time than torchrun."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = (store.port, *arguments) if worker is ask_one_rank_to_end else ("checkpoint.py", store.port, *arguments)
+    place = ("checkpoint.py", store.port, *arguments) if worker is run_main else (store.port, *arguments)
     return launch(worker, *place, world_size=world_size, device="cpu", timeout_s=240)[0]
 
 
@@ -207,6 +208,10 @@ def test_all_ranks_load_the_newest_that_rank_0_sees(tmp_path):
     steps = (999_995, 1_000_000)
     found = launch(load_beside_an_older_listing, tmp_path, steps, world_size=2, device="cpu", timeout_s=240)
     assert found == [(1_000_000, 1_000_000.0)] * 2
+
+
+def test_saved_every_few_steps_and_after_the_last(tmp_path):
+    assert launched(save_steps_of, (tmp_path, 12), world_size=1) == [5, 10, 12]
 
 
 def test_each_save_has_a_temporary_name_of_its_own(tmp_path, monkeypatch):
