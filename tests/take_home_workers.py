@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
@@ -26,11 +27,12 @@ from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, unit_names
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "take_home"
 MAX_NORM = 1.0
+SMALL_NORM = 0.1  # for levers.py, whose norms are about 0.8
 
 
-def load_script(name: str) -> ModuleType:
-    """A take-home script as a module; nothing in it runs."""
-    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), FOLDER / name)
+def load_script(name: str | Path) -> ModuleType:
+    """A take-home script, or one at another path, as a module; nothing in it runs."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, FOLDER / name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -56,6 +58,14 @@ def ask_one_rank_to_end(rank, world_size, port, arguments, asked: int, at_step: 
 
     script.load_batch = interrupted
     return main_on_cpu(script, port, arguments)
+
+
+def save_steps_of(rank, world_size, port, arguments) -> list[int]:
+    """The steps after which checkpoint.py saves."""
+    script, steps = load_script("checkpoint.py"), []
+    script.save_checkpoint = lambda folder, state: steps.append(state["step"])
+    main_on_cpu(script, port, arguments)
+    return steps
 
 
 def main_on_cpu(script: ModuleType, port: int, arguments) -> str:
@@ -98,6 +108,7 @@ def units_and_settings(script: ModuleType, arguments: tuple) -> tuple[list[str],
 def train_as_package(rank, world_size, name, config: TrainConfig, steps: int, max_norm: float | None) -> list[float]:
     """Mean losses over the global batch, one per step, of the script's model under the package's strategy."""
     script, device = load_script(name), rank_device()
+    torch.manual_seed(0)
     model = APPLY_STRATEGY[config.strategy](script.build_model(), device, config)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
@@ -125,52 +136,84 @@ def train_as_package(rank, world_size, name, config: TrainConfig, steps: int, ma
     return losses
 
 
-def train_undisturbed(name: str, steps: int) -> list[float]:
-    """One process, one whole model, the script's schedule; nothing is saved or loaded."""
+def train_alone(name: str, steps: int = 6, seed: int = 0, norms: list[float] | None = None) -> list[float]:
+    """The losses of the script's model in a loop of plain torch: one process, whole batches, nothing saved or loaded.
+
+    With a list for `norms`, gradients are clipped to SMALL_NORM, and their norms are added to the list.
+    """
     script = load_script(name)
-    model = script.build_model()
+    torch.manual_seed(seed)
+    model = script.ViT() if name == "vit.py" else script.build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
     losses = []
     for step in range(steps):
         inputs, labels = script.load_batch(step)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
+        if norms is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), SMALL_NORM).item())
         optimizer.step()
-        schedule.step()
+        if name == "checkpoint.py":
+            schedule.step()
         losses.append(loss.item())
     return losses
 
 
-def train_vit_alone(steps: int, seed: int = 0) -> list[float]:
-    """The losses of vit.py in one process: the same first values, whole batches."""
-    script = load_script("vit.py")
-    torch.manual_seed(seed)
-    model = script.ViT()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(steps):
-        images, labels = script.load_batch(step)
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def run_each(rank, world_size, runs: dict[str, tuple]) -> dict[str, str]:
+    """Scripts and their arguments -> what each prints, in the group of this launch, which no script makes or ends.
 
-
-def collectives_of(rank, world_size, name: str) -> dict[str, int]:
-    """How many collectives of each kind the script makes in its only step, in the group of this launch."""
+    Each finds another state of the random numbers on each rank. levers.py computes in fp32, so that losses can be equal,
+    and clips to a norm that matters.
+    """
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
-    script = load_script(name)
+    printed = {}
+    for name, arguments in runs.items():
+        script = load_script(name)
+        if name == "levers.py":
+            script.MixedPrecisionPolicy = lambda **_: MixedPrecisionPolicy()
+            script.MAX_NORM = SMALL_NORM
+        torch.manual_seed(100 + rank)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            script.main(torch.device("cpu"), *arguments)
+        printed[name] = output.getvalue()
+    return printed
+
+
+def ddp_job_that_saves(folder: Path, steps: int) -> tuple[Path, Path]:
+    """ddp.py with the lines from from_ddp.py's docstring, as a job of so many steps; its path, and the file's."""
+    shown = [line for line in load_script("from_ddp.py").__doc__.splitlines() if line.startswith("    ")]
+    assert len(shown) == 4
+    end = "    dist.destroy_process_group()\n"
+    text = (FOLDER / "ddp.py").read_text()
+    assert text.count(end) == text.count("\nSTEPS = 6\n") == 1
+    text = text.replace("\nSTEPS = 6\n", f"\nSTEPS = {steps}\n").replace(end, "\n".join([*shown, end]))
+    job, file = folder / "ddp_job.py", folder / "ddp.pt"
+    job.write_text(text.replace('"FILE"', repr(str(file))))
+    return job, file
+
+
+def levers_of_a_step(rank, world_size) -> tuple[dict[str, int], set[torch.dtype]]:
+    """How many collectives of each kind levers.py makes in its only step, in the group of this launch; dtypes of its loss."""
+    dist.init_process_group = dist.destroy_process_group = lambda *_: None
+    script, dtypes, cross_entropy = load_script("levers.py"), set(), F.cross_entropy
     script.STEPS = 1
-    with contextlib.redirect_stdout(io.StringIO()), trace_collectives() as seen:
+
+    def note_dtype(outputs, labels):
+        dtypes.add(outputs.dtype)
+        return cross_entropy(outputs, labels)
+
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        trace_collectives() as seen,
+        patch.object(F, "cross_entropy", note_dtype),
+    ):
         script.main(torch.device("cpu"))
-    return {counted.op: counted.count for counted in count_collectives(seen)}
+    return {counted.op: counted.count for counted in count_collectives(seen)}, dtypes
 
 
-LEFT_BY_A_KILLED_RUN = ("unfinished", "unfinished-step-1", "unfinished-model")
+LEFT_BY_A_KILLED_RUN = ("unfinished-000001", "unfinished-step-1", "unfinished-model")
 
 
 def save_beside_a_slow_removal(rank, world_size, folder: Path) -> list[bool]:
@@ -197,3 +240,32 @@ def save_beside_a_slow_removal(rank, world_size, folder: Path) -> list[bool]:
         tuning.tensors_in_files = nn.Module.state_dict
         tuning.export(model, folder / "base", folder / "model")
     return found
+
+
+def load_beside_an_older_listing(rank, world_size, folder: Path, steps: tuple[int, int]) -> tuple[int, float]:
+    """checkpoint.py loads from a folder with two checkpoints, of which rank 1 sees the older one alone, as NFS may have it.
+
+    The step that it returns, and a weight, which was that step when it was saved.
+    """
+    script = load_script("checkpoint.py")
+    mesh = dist.init_device_mesh("cpu", (world_size,))
+    model = script.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    adam = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, T_max=20)
+    for step in steps:
+        nn.init.constant_(model.weight, step)
+        script.save_checkpoint(folder, script.state_to_keep(model, adam, schedule, step))
+        if rank == 0 and step == steps[0]:
+            shutil.copytree(folder / f"{step:06}", folder / "kept")
+    if rank == 0:
+        (folder / "kept").rename(folder / f"{steps[0]:06}")
+    dist.barrier()
+    nn.init.zeros_(model.weight)
+    glob = Path.glob
+
+    def glob_as_this_node(path: Path, pattern: str) -> list[Path]:
+        return [found for found in glob(path, pattern) if rank == 0 or found.name == f"{steps[0]:06}"]
+
+    with patch.object(Path, "glob", glob_as_this_node):
+        step = script.load_newest(folder, model, adam, schedule)
+    return step, model.weight.full_tensor()[1, 1].item()

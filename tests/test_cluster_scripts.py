@@ -22,10 +22,10 @@ def submit(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
 
-    def run(saves: str, *more: str) -> tuple[int, str, str]:
+    def run(saves: str, *more: str, folder: str = "run") -> tuple[int, str, str]:
         variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAVES": saves}
         variables |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "2"}
-        command = ["bash", SCRIPTS / "train.sbatch", "train.py", "run", "1000", *more]
+        command = ["bash", SCRIPTS / "train.sbatch", "train.py", folder, "1000", *more]
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout, done.stderr
 
@@ -41,9 +41,10 @@ def test_a_job_that_runs_out_of_time_without_a_checkpoint_is_queued_once_more_on
 @pytest.mark.parametrize(
     "names", [("000020", "000040"), ("step-00000020", "step-00000040")], ids=["checkpoint.py", "others"]
 )
-def test_a_job_that_saves_is_queued_each_time(names, submit):
+@pytest.mark.parametrize("folder", ["run", "--out=run", "--checkpoint-dir=run"])
+def test_a_job_that_saves_is_queued_each_time(names, folder, submit):
     for saves in ("no", names[0], "no", names[1]):  # a checkpoint gives the next try its second chance back
-        assert submit(saves)[1] == "requeued 7\n"
+        assert submit(saves, folder=folder)[1] == "requeued 7\n"
 
 
 def test_folders_of_data_do_not_hide_a_checkpoint(submit, tmp_path):
@@ -57,6 +58,15 @@ def test_folders_of_data_do_not_hide_a_checkpoint(submit, tmp_path):
 def test_the_job_script_asks_for_a_nodes_memory_and_names_the_network():
     text = (SCRIPTS / "train.sbatch").read_text()
     assert "\n#SBATCH --mem=0 " in text and "NCCL_SOCKET_IFNAME=" in text
+
+
+def test_a_failed_pod_fails_the_job_set_which_restarts_all():
+    """Two defaults would restart the pod alone, while the others wait for it."""
+    runtime, _ = yaml.safe_load_all((SCRIPTS / "trainjob.yaml").read_text())
+    assert runtime["spec"]["template"]["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"
 
 
 def test_the_pods_share_memory_is_not_the_default_64_mb():

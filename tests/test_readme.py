@@ -1,5 +1,6 @@
 """What README promises about its two scripts is what they say."""
 
+import difflib
 import re
 import sys
 from unittest.mock import patch
@@ -11,18 +12,18 @@ TAKE_HOME = PROJECT / "notebooks" / "take_home"
 
 
 def code_of(name: str) -> list[str]:
-    """The lines of a script, without comments."""
-    return [line.partition("  #")[0].rstrip() for line in (TAKE_HOME / name).read_text().splitlines()]
+    """The lines of a script, without its docstring, comments and blank lines."""
+    code = (TAKE_HOME / name).read_text().split('"""\n', 1)[1]
+    lines = [line.partition("  #")[0].rstrip() for line in code.splitlines()]
+    return [line for line in lines if line and not line.lstrip().startswith("#")]
 
 
 def test_the_difference_between_ddp_and_fsdp2_is_the_whole_difference():
     (block,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-    shown = [(line[0], line[1:]) for line in block.splitlines() if line]
-    ddp, fsdp2 = code_of("ddp.py"), code_of("fsdp2.py")
-    assert [line for sign, line in shown if sign in "- " and line not in ddp] == []
-    assert [line for sign, line in shown if sign in "+ " and line not in fsdp2] == []
-    assert [line for sign, line in shown if sign == "-" and line in fsdp2] == []
-    assert [line for sign, line in shown if sign == "+" and line in ddp] == []
+    shown = [line for line in block.splitlines() if line]
+    changes = list(difflib.unified_diff(code_of("ddp.py"), code_of("fsdp2.py"), n=0, lineterm=""))[2:]
+    assert [line for line in shown if line[0] in "+-"] == [line for line in changes if line[0] in "+-"]
+    assert [line[1:] for line in shown if line[0] == " " and line[1:] not in code_of("fsdp2.py")] == []
 
 
 def test_the_picture_of_peaks_is_in_the_saved_output_of_04():

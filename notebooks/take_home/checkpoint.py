@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import torch
@@ -24,14 +25,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 LAYERS = 4
 WIDTH = 64
 CLASSES = 10
-BATCH = 24  # sequences per step, across all ranks; it splits evenly over 2, 3 or 6 of them
+BATCH = 24  # sequences per step, across all ranks, whose number has to divide it
 LENGTH = 16  # tokens per sequence
 SAVE_EVERY = 5  # steps between two saves; a kill loses at most this many
 
 
 def build_model() -> nn.Sequential:
     """Return a model that maps (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
-    torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
         model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
@@ -48,11 +48,23 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def choose_device() -> torch.device:
-    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
+    """Return this rank's own GPU, or the CPU if none is visible. Exit (status 2) if the ranks don't fit."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # on its machine; the others wait for it in `main`
+    if "WORLD_SIZE" not in os.environ or len(sys.argv) != 3 or not sys.argv[2].isdigit():
+        if not is_first:
+            signal.pause()  # torchrun ends this rank once the first one has exited
+        ArgumentParser().exit(2, f"run it with torchrun --nproc-per-node 2 {__file__} FOLDER STEPS\n")
+    fits = [number for number in range(1, BATCH + 1) if BATCH % number == 0]
+    if is_first and int(os.environ["WORLD_SIZE"]) not in fits:
+        ArgumentParser().exit(2, f"{os.environ['WORLD_SIZE']} ranks don't divide {BATCH=}; {fits} do\n")
+    num_gpus = torch.cuda.device_count()
+    if is_first and 0 < num_gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        ArgumentParser().exit(2, f"GPUs on {os.uname().nodename}: only {num_gpus}; start one rank per GPU\n")
+    if is_first and num_gpus == 0:
+        print("no GPU visible: running on the CPU", flush=True)
+    if num_gpus == 0:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
     torch.cuda.set_device(device)
     return device
 
@@ -82,10 +94,10 @@ def state_to_keep(model: nn.Module, adam: Adam, schedule: CosineAnnealingLR, ste
 def save_checkpoint(folder: Path, state: dict) -> None:
     """Replace the checkpoint in `folder`. Only a complete checkpoint has a number for its name."""
     rank = dist.get_rank()
-    unfinished = folder / "unfinished"
+    unfinished = folder / f"unfinished-{state['step']:06}"  # or a cached entry might lead into an older save
     if rank == 0:
-        if unfinished.exists():
-            shutil.rmtree(unfinished)  # from a killed run; its files would become part of this save
+        for leftover in folder.glob("unfinished*"):
+            shutil.rmtree(leftover)  # from a killed run; its files could become part of this save
     dist.barrier()  # rank 0 has to remove the old folder before any rank creates a new one
     save(state, checkpoint_id=unfinished)  # returns once all ranks have written their shards
     if rank == 0:
@@ -97,17 +109,16 @@ def save_checkpoint(folder: Path, state: dict) -> None:
 
 def load_newest(folder: Path, model: nn.Module, adam: Adam, schedule: CosineAnnealingLR) -> int:
     """Load the newest checkpoint, if there is one. Return the number of steps already taken."""
-    checkpoints = list(folder.glob("[0-9]*"))
-    if not checkpoints:
+    newest = [max(folder.glob("[0-9]*"), key=lambda checkpoint: int(checkpoint.name), default=None)]
+    dist.broadcast_object_list(newest)  # rank 0's answer; NFS may show another node an older listing
+    if newest[0] is None:
         return 0
-    newest = max(checkpoints, key=lambda checkpoint: int(checkpoint.name))
     state = state_to_keep(model, adam, schedule, step=0)  # this rank's shards, which `load` then fills
-    moments = state["adam"]["state"]
-    saved = FileSystemReader(newest).read_metadata().state_dict_metadata
-    for name in list(moments):
+    saved = FileSystemReader(newest[0]).read_metadata().state_dict_metadata
+    for name in list(state["adam"]["state"]):
         if f"adam.state.{name}.step" not in saved:
-            del moments[name]  # its parameter had no gradient yet; Adam's state starts with the first one
-    load(state, checkpoint_id=newest)  # fails if anything else is missing
+            del state["adam"]["state"][name]  # no gradient yet; Adam's state starts with the first one
+    load(state, checkpoint_id=newest[0])  # fails if anything else is missing
     options = state_dict.StateDictOptions(strict=False)  # not every parameter has moments
     state_dict.set_state_dict(
         model, adam, model_state_dict=state["model"], optim_state_dict=state["adam"], options=options
@@ -117,20 +128,20 @@ def load_newest(folder: Path, model: nn.Module, adam: Adam, schedule: CosineAnne
 
 
 def main(device: torch.device, folder: Path, last_step: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     if os.environ["RANK"] == "0":
+        folder.mkdir(parents=True, exist_ok=True)
         take(lock, folder)  # before the next line, where the other ranks wait for rank 0
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
+    torch.manual_seed(0)  # every rank starts with the same weights
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
     model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
     for layer in model[:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # Build it after sharding, so that it holds the shards. fused=True makes one pass without temporary
-    # copies. That's faster, above all on the host, and peaks 4 bytes per parameter below CUDA's default.
+    # After sharding, so that it holds the shards. fused=True is faster; on CUDA, 4 bytes/parameter leaner.
     adam = Adam(model.parameters(), lr=3e-3, fused=True)
     schedule = CosineAnnealingLR(adam, T_max=20)
 
@@ -158,7 +169,6 @@ def main(device: torch.device, folder: Path, last_step: int) -> None:
         if is_last:
             break
     dist.destroy_process_group()
-    lock.release()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
 """Move from DDP to FSDP2 mid-training, with the weights, Adam's state and the schedule from a DDP checkpoint.
 
-`torchrun --nproc-per-node 2 ddp.py FILE 3` takes 3 steps under DDP and saves its state;
-`torchrun --nproc-per-node 2 from_ddp.py FILE` takes the remaining steps under FSDP2, on any number of ranks.
+`torchrun --nproc-per-node 2 from_ddp.py FILE` takes the remaining steps under FSDP2. The DDP job saves FILE:
+
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state["step"] = step + 1  # steps taken; add a schedule's state_dict() as state["schedule"]
+        torch.save(state, "FILE")
 """
 
 import os
 import sys
+from argparse import ArgumentParser
 
 import torch
 import torch.distributed as dist
@@ -19,13 +24,12 @@ LAYERS = 4
 WIDTH = 64
 CLASSES = 10
 STEPS = 6
-BATCH = 24  # sequences per step, across all ranks; it splits evenly over 2, 3 or 6 of them
+BATCH = 24  # sequences per step, across all ranks, whose number has to divide it
 LENGTH = 16  # tokens per sequence
 
 
 def build_model() -> nn.Sequential:
     """Return a model that maps (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
-    torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
         model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
@@ -42,11 +46,21 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def choose_device() -> torch.device:
-    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
+    """Return this rank's own GPU, or the CPU if none is visible. Exit (status 2) if the ranks don't fit."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # on its machine; the others wait for it in `main`
+    if is_first and ("WORLD_SIZE" not in os.environ or len(sys.argv) != 2):
+        ArgumentParser().exit(2, f"run it with torchrun --nproc-per-node 2 {__file__} FILE\n")
+    fits = [number for number in range(1, BATCH + 1) if BATCH % number == 0]
+    if is_first and int(os.environ["WORLD_SIZE"]) not in fits:
+        ArgumentParser().exit(2, f"{os.environ['WORLD_SIZE']} ranks don't divide {BATCH=}; {fits} do\n")
+    num_gpus = torch.cuda.device_count()
+    if is_first and 0 < num_gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        ArgumentParser().exit(2, f"GPUs on {os.uname().nodename}: only {num_gpus}; start one rank per GPU\n")
+    if is_first and num_gpus == 0:
+        print("no GPU visible: running on the CPU", flush=True)
+    if num_gpus == 0:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
     torch.cuda.set_device(device)
     return device
 
@@ -79,15 +93,10 @@ def read_ddp_checkpoint(path: str) -> tuple[dict, dict, dict]:
     for parameter, moments in plain_adam.state.items():
         for key in moments.keys() - {"step"}:
             moments[key] = moments[key].view_as(parameter)
-    without_moments = []
+    rest = {"step": checkpoint["step"], "schedule": checkpoint.get("schedule"), "without_moments": []}
     for name, parameter in plain.named_parameters():
         if parameter not in plain_adam.state:
-            without_moments.append(name)
-    rest = {
-        "step": checkpoint["step"],
-        "schedule": checkpoint.get("schedule"),
-        "without_moments": without_moments,
-    }
+            rest["without_moments"].append(name)
     weights, moments = state_dict.get_state_dict(plain, plain_adam)
     return weights, moments, rest
 
@@ -116,10 +125,11 @@ def load_ddp_checkpoint(path: str, model: nn.Module, adam: Adam, schedule: Lambd
     return rest[0]["step"]
 
 
-def main(device: torch.device, path: str) -> None:
+def main(device: torch.device, path: str | None = None) -> None:
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
+    torch.manual_seed(0)  # every rank starts with the same weights
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
     model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
     for layer in model[:-1]:
@@ -149,6 +159,6 @@ def main(device: torch.device, path: str) -> None:
 
 if __name__ == "__main__":
     chosen = choose_device()
-    main(chosen, sys.argv[1])
+    main(chosen, *sys.argv[1:2])
     if chosen.type == "cpu":
         os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

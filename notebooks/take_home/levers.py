@@ -1,9 +1,10 @@
 """FSDP2 with bf16, activation checkpointing, micro-batches and clipping.
 
-Run it with `torchrun --nproc-per-node 2 levers.py`. It uses GPUs, or the CPU if there are too few.
+Run it with `torchrun --nproc-per-node 2 levers.py`. It uses GPUs, or the CPU if there are none.
 """
 
 import os
+from argparse import ArgumentParser
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,14 @@ LAYERS = 4
 WIDTH = 64
 CLASSES = 10
 STEPS = 6
-BATCH = 24  # sequences per step, across all ranks; it splits evenly over 2, 3 or 6 of them
+BATCH = 24  # sequences per step, across all ranks, whose number has to divide it
 LENGTH = 16  # tokens per sequence
-PARTS = 2  # micro-batches per step
+PARTS = 2  # micro-batches per step; a rank's share of BATCH is a multiple of it
 MAX_NORM = 1.0  # a longer gradient is scaled down to this norm
 
 
 def build_model() -> nn.Sequential:
     """Return a model that maps (B, LENGTH, WIDTH) to (B, LENGTH, CLASSES). Put your own here."""
-    torch.manual_seed(0)  # every rank starts with the same weights
     model = nn.Sequential()
     for _ in range(LAYERS):
         model.append(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True))
@@ -40,11 +40,21 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def choose_device() -> torch.device:
-    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
+    """Return this rank's own GPU, or the CPU if none is visible. Exit (status 2) if the ranks don't fit."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # on its machine; the others wait for it in `main`
+    if "WORLD_SIZE" not in os.environ:
+        ArgumentParser().exit(2, f"run it with torchrun --nproc-per-node 2 {__file__}\n")
+    fits = [number for number in range(1, BATCH + 1) if BATCH % (number * PARTS) == 0]
+    if is_first and int(os.environ["WORLD_SIZE"]) not in fits:
+        ArgumentParser().exit(2, f"{os.environ['WORLD_SIZE']} ranks x PARTS don't divide BATCH; {fits} do\n")
+    num_gpus = torch.cuda.device_count()
+    if is_first and 0 < num_gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        ArgumentParser().exit(2, f"GPUs on {os.uname().nodename}: only {num_gpus}; start one rank per GPU\n")
+    if is_first and num_gpus == 0:
+        print("no GPU visible: running on the CPU", flush=True)
+    if num_gpus == 0:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
     torch.cuda.set_device(device)
     return device
 
@@ -53,6 +63,7 @@ def main(device: torch.device) -> None:
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
+    torch.manual_seed(0)  # every rank starts with the same weights
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # shards stay fp32
     model = build_model()  # on the host: `fully_shard` moves one unit at a time to the mesh's device
@@ -60,8 +71,7 @@ def main(device: torch.device) -> None:
         recomputed = checkpoint_wrapper(layer)  # before sharding, by convention; the wrapper becomes the unit
         model[index] = fully_shard(recomputed, mesh=mesh, mp_policy=bf16)
     fully_shard(model, mesh=mesh, mp_policy=bf16)
-    # Build it after sharding, so that it holds the shards. fused=True makes one pass without temporary
-    # copies. That's faster, above all on the host, and peaks 4 bytes per parameter below CUDA's default.
+    # After sharding, so that it holds the shards. fused=True is faster; on CUDA, 4 bytes/parameter leaner.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
     for step in range(STEPS):

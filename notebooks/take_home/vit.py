@@ -1,11 +1,12 @@
 """A vision transformer with one unit per block. Before training, only rank 0 has the full weights.
 
-Run it with `torchrun --nproc-per-node 2 vit.py`. It uses GPUs, or the CPU if there are too few.
+Run it with `torchrun --nproc-per-node 2 vit.py`. It uses GPUs, or the CPU if there are none.
 `vit.py FILE` starts from the weights in a file that `torch.save(model.state_dict(), FILE)` wrote.
 """
 
 import os
 import sys
+from argparse import ArgumentParser
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ WIDTH = 64
 DEPTH = 4
 CLASSES = 10
 STEPS = 6
-BATCH = 24  # images per step, across all ranks; it splits evenly over 2, 3 or 6 of them
+BATCH = 24  # images per step, across all ranks, whose number has to divide it
 
 
 class ViT(nn.Module):
@@ -57,16 +58,25 @@ def first_values(file: str | None) -> dict[str, Tensor]:
     """Return the model's full state dict in host memory: the one in `file`, or a newly initialized one."""
     if file:
         return torch.load(file, mmap=True, map_location="cpu", weights_only=True)
-    torch.manual_seed(0)
     return ViT().state_dict()
 
 
 def choose_device() -> torch.device:
-    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
+    """Return this rank's own GPU, or the CPU if none is visible. Exit (status 2) if the ranks don't fit."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # on its machine; the others wait for it in `main`
+    if is_first and ("WORLD_SIZE" not in os.environ or len(sys.argv) > 2):
+        ArgumentParser().exit(2, f"run it with torchrun --nproc-per-node 2 {__file__} [FILE]\n")
+    fits = [number for number in range(1, BATCH + 1) if BATCH % number == 0]
+    if is_first and int(os.environ["WORLD_SIZE"]) not in fits:
+        ArgumentParser().exit(2, f"{os.environ['WORLD_SIZE']} ranks don't divide {BATCH=}; {fits} do\n")
+    num_gpus = torch.cuda.device_count()
+    if is_first and 0 < num_gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        ArgumentParser().exit(2, f"GPUs on {os.uname().nodename}: only {num_gpus}; start one rank per GPU\n")
+    if is_first and num_gpus == 0:
+        print("no GPU visible: running on the CPU", flush=True)
+    if num_gpus == 0:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
     torch.cuda.set_device(device)
     return device
 
@@ -75,6 +85,7 @@ def main(device: torch.device, file: str | None = None) -> None:
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     world_size = dist.get_world_size()
+    torch.manual_seed(0)  # for the weights that rank 0 draws
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, on the device chosen above
     with torch.device("meta"):
         model = ViT()  # shapes without bytes
@@ -85,8 +96,7 @@ def main(device: torch.device, file: str | None = None) -> None:
     values = first_values(file) if rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)  # sent tensor by tensor
     set_model_state_dict(model, values, options=options)
-    # Build it after sharding, so that it holds the shards. fused=True makes one pass without temporary
-    # copies. That's faster, above all on the host, and peaks 4 bytes per parameter below CUDA's default.
+    # After sharding, so that it holds the shards. fused=True is faster; on CUDA, 4 bytes/parameter leaner.
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
 
     for step in range(STEPS):
@@ -107,6 +117,6 @@ def main(device: torch.device, file: str | None = None) -> None:
 
 if __name__ == "__main__":
     chosen = choose_device()
-    main(chosen, *sys.argv[1:])
+    main(chosen, *sys.argv[1:2])
     if chosen.type == "cpu":
         os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

@@ -19,7 +19,7 @@ def test_ddp_on_three_ranks_fsdp2_on_two_killed_in_a_save_and_on_with_three(tmp_
     stayed = on_ranks(train_ddp, 3, path, SAVED_AT, LAST_STEP)[0]
     with pytest.raises(RankError, match="SIGKILL"):
         on_ranks(train_fsdp2, 2, path, folder, log, LAST_STEP, KILLED_AT)
-    assert sorted(found.name for found in (tmp_path / "run").iterdir()) == ["000006", "unfinished"]
+    assert sorted(found.name for found in (tmp_path / "run").iterdir()) == ["000006", "unfinished-000009"]
     on_ranks(train_fsdp2, 3, path, folder, log, LAST_STEP)
     lines = [line.split() for line in (tmp_path / "steps.txt").read_text().splitlines()]
     assert [int(step) for step, *_ in lines] == [*range(SAVED_AT, KILLED_AT), *range(6, LAST_STEP)]

@@ -21,10 +21,12 @@ from take_home_workers import (
     FOLDER,
     LEFT_BY_A_KILLED_RUN,
     ask_one_rank_to_end,
+    load_beside_an_older_listing,
     load_script,
     run_main,
     save_beside_a_slow_removal,
-    train_undisturbed,
+    save_steps_of,
+    train_alone,
 )
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.checkpoint import CheckpointException
@@ -45,7 +47,7 @@ def checkpoint_job(folder: Path, last_step: int, *options: str, **settings):
 def launched(worker, *arguments, world_size: int = 2) -> str:
     """What rank 0 prints as `launch` runs the script's `main`, which takes less time than torchrun."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = (store.port, *arguments) if worker is ask_one_rank_to_end else ("checkpoint.py", store.port, *arguments)
+    place = ("checkpoint.py", store.port, *arguments) if worker is run_main else (store.port, *arguments)
     return launch(worker, *place, world_size=world_size, device="cpu", timeout_s=240)[0]
 
 
@@ -74,10 +76,10 @@ def newest(folder: Path) -> str | None:
     return max((path.name for path in folder.glob("[0-9]*")), default=None)
 
 
-def last_change(folder: Path) -> int | None:
-    """When something was written to the folder, or removed from it; None where it is not there."""
+def last_save(folder: Path) -> int | None:
+    """When something was written to an unfinished save, or removed from it; None where there is none."""
     with suppress(FileNotFoundError):
-        return folder.stat().st_mtime_ns
+        return max((path.stat().st_mtime_ns for path in folder.glob("unfinished-*")), default=None)
 
 
 def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[int, str]]:
@@ -89,7 +91,7 @@ def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[in
             ranks = wait_for_new_ranks(ranks, job)
             if draw.random() < 0.5:  # some starts complete a save, others do not
                 wait_for_change(lambda: newest(folder / "run"), job)
-            wait_for_change(lambda: (last_change(folder / "run" / "unfinished"), newest(folder / "run")), job)
+            wait_for_change(lambda: (last_save(folder / "run"), newest(folder / "run")), job)
             time.sleep(draw.uniform(0, 0.05))
             os.kill(draw.choice(sorted(ranks)), signal.SIGKILL)
         assert job.wait() == 0, job.output
@@ -107,7 +109,7 @@ def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[in
 @pytest.mark.long
 def test_a_kill_during_a_save_loses_only_the_steps_since_the_one_before(tmp_path):
     done = kill_during_saves(tmp_path, last_step=32, kills=1)
-    undisturbed = train_undisturbed("checkpoint.py", 32)  # in one process, which adds up in another order
+    undisturbed = train_alone("checkpoint.py", 32)  # in one process, which adds up in another order
     for step, loss in done:
         assert float(loss) == pytest.approx(undisturbed[step], abs=1e-3)
 
@@ -123,8 +125,9 @@ def test_ten_kills_during_saves(tmp_path):
 
 
 def test_what_a_killed_run_was_writing_is_not_loaded_and_does_not_stay(tmp_path):
-    (tmp_path / "unfinished").mkdir()
-    (tmp_path / "unfinished" / "__2_0.distcp").write_bytes(b"half")  # of a third rank, which is not there now
+    for step in (1, 2):  # the next save has the name of the first
+        (tmp_path / f"unfinished-{step:06}").mkdir()
+        (tmp_path / f"unfinished-{step:06}" / "__2_0.distcp").write_bytes(b"half")  # of a third rank, not there now
     assert [step for step, _ in steps_and_losses(launched(run_main, (tmp_path, 1)))] == [0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "000001"]
     assert not (tmp_path / "000001" / "__2_0.distcp").exists()
@@ -144,7 +147,7 @@ def test_nobody_writes_before_what_a_killed_run_left_is_gone(tmp_path):
 def test_what_cannot_be_removed_stops_the_save(tmp_path, monkeypatch):
     """It would become a part of the next checkpoint."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished-000001").mkdir()
 
     def refuse(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -153,7 +156,7 @@ def test_what_cannot_be_removed_stops_the_save(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(PermissionError):
         SCRIPT.save_checkpoint(tmp_path, {"weights": torch.ones(2), "step": 1})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["unfinished"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["unfinished-000001"]
 
 
 def save_and_be_killed(folder: Path, step: int, at_change: int) -> bool:
@@ -188,7 +191,7 @@ def test_a_kill_at_any_change_of_the_folder_leaves_a_whole_checkpoint(tmp_path):
     for moment in count():
         folder = tmp_path / str(moment)
         assert not save_and_be_killed(folder, 5, at_change=100)
-        (folder / "unfinished").mkdir()  # of a run that was killed
+        (folder / "unfinished-000010").mkdir()  # of a run that was killed
         was_killed = save_and_be_killed(folder, 10, at_change=moment)
         state = {"weights": torch.zeros(2), "step": 0}
         SCRIPT.load(state, checkpoint_id=folder / newest(folder))
@@ -198,6 +201,30 @@ def test_a_kill_at_any_change_of_the_folder_leaves_a_whole_checkpoint(tmp_path):
             break
     # as what is unfinished goes, as torch names its index, as the folder gets its name; as the older one goes, and after
     assert steps == [5, 5, 5, 10, 10]
+
+
+def test_all_ranks_load_the_newest_that_rank_0_sees(tmp_path):
+    """By its number: as text, 999995 would come after 1000000."""
+    steps = (999_995, 1_000_000)
+    found = launch(load_beside_an_older_listing, tmp_path, steps, world_size=2, device="cpu", timeout_s=240)
+    assert found == [(1_000_000, 1_000_000.0)] * 2
+
+
+def test_saved_every_few_steps_and_after_the_last(tmp_path):
+    assert launched(save_steps_of, (tmp_path, 12), world_size=1) == [5, 10, 12]
+
+
+def test_each_save_has_a_temporary_name_of_its_own(tmp_path, monkeypatch):
+    """A node that has cached the name of the last one, renamed since, would write into a checkpoint."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    names = []
+    monkeypatch.setattr(
+        SCRIPT, "save", lambda state, checkpoint_id: names.append(checkpoint_id) or checkpoint_id.mkdir()
+    )
+    for step in (5, 10):
+        SCRIPT.save_checkpoint(tmp_path, {"step": step})
+    assert [path.relative_to(tmp_path).as_posix() for path in names] == ["unfinished-000005", "unfinished-000010"]
+    assert [path.name for path in tmp_path.iterdir()] == ["000010"]
 
 
 # ---------------------------------------------------------------- asked to end, left alone, shut out

@@ -6,9 +6,10 @@ import re
 import runpy
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import nbformat
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,13 +17,14 @@ from runs import mostly_long
 from take_home_workers import (
     FOLDER,
     MAX_NORM,
-    collectives_of,
+    ddp_job_that_saves,
+    levers_of_a_step,
     load_script,
+    run_each,
     run_main,
     shard_each,
+    train_alone,
     train_as_package,
-    train_undisturbed,
-    train_vit_alone,
 )
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -41,6 +43,15 @@ NAMES = (
     "offload.py",
     "vit.py",
 )
+SHORT = [name for name in NAMES if name != "finetune.py"]
+DIVIDE_24 = [1, 2, 3, 4, 6, 8, 12, 24]
+ARGUMENTS = {"checkpoint.py": ["FOLDER", "STEPS"], "from_ddp.py": ["FILE"], "vit.py": ["[FILE]"]}
+CHAPTERS = {"ddp.py": "02", "fsdp2.py": "03", "fsdp1.py": "04", "offload.py": "05", "checkpoint.py": "06"} | {
+    "levers.py": "07",
+    "vit.py": "08",
+    "from_ddp.py": "14",
+}
+STARTED_TWICE = ("checkpoint.py", "from_ddp.py")
 MAX_WIDTH = 110
 STEPS = 6
 SHARDED = {"strategy": "fsdp-auto-wrap", "min_num_params": 20_000, "global_batch_size": 24}  # units: the four layers
@@ -169,25 +180,205 @@ def test_clean_up_is_skipped_on_the_cpu_alone(name):
     assert ast.unparse(ast.parse(text).body[-1].body[-1]) == "if chosen.type == 'cpu':\n    os._exit(0)"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("num_gpus, chosen", [(0, "cpu"), (1, "cpu"), (2, "cuda:1")])
-def test_a_gpu_for_every_rank_of_the_machine_or_for_none(name, num_gpus, chosen, monkeypatch):
-    """Where they stay without, they hide what there is: Adam's first step would open it, for tensors on the CPU too."""
-    current = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for variable, value in {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"}.items():
-        monkeypatch.setenv(variable, value)
-    assert load_script(name).choose_device() == torch.device(chosen)
-    assert current == ([torch.device(chosen)] if num_gpus == 2 else [])
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1" if num_gpus == 2 else "")
+# ---------------------------------------------------------------- what they refuse
+
+
+@pytest.fixture
+def started(monkeypatch, capsys):
+    """What a rank prints, to both streams, as the file is run as a script, and its status; it gets no further than init."""
+
+    def start(name: str, *words: str, num_gpus: int = 0, **variables: object) -> tuple[str, str, object]:
+        current = []
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        monkeypatch.setattr(
+            "ctypes.CDLL", MagicMock()
+        )  # checkpoint.py would have Linux end this process with its parent
+        monkeypatch.setattr(dist, "init_process_group", lambda backend: sys.exit(f"init {backend}"))
+        for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(variable, raising=False)
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, str(value))
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(FOLDER / name), run_name="__main__")
+        return *capsys.readouterr(), end.value.code if num_gpus == 0 else (end.value.code, *current)
+
+    return start
+
+
+def ranks_of(world_size: int, local_rank: int = 0, local_world_size: int | None = None) -> dict[str, int]:
+    """What torchrun tells a rank of its first machine."""
+    return {
+        "RANK": local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": local_world_size or world_size,
+    }
+
+
+def words_for(name: str, folder: Path) -> list[str]:
+    """Arguments that are in order."""
+    return {"checkpoint.py": [str(folder / "run"), "6"], "from_ddp.py": ["ddp.pt"]}.get(name, [])
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_without_torchrun_it_says_the_command(name, started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = " ".join(["torchrun --nproc-per-node 2", str(FOLDER / name), *ARGUMENTS.get(name, [])])
+    assert started(name, *words_for(name, tmp_path)) == ("", f"run it with {command}\n", 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("checkpoint.py", []),
+        ("checkpoint.py", ["run"]),
+        ("checkpoint.py", ["run", "many"]),
+        ("checkpoint.py", ["run", "3", "4"]),
+        ("from_ddp.py", []),
+        ("from_ddp.py", ["ddp.pt", "3"]),
+        ("vit.py", ["weights.pt", "3"]),
+    ],
+)
+def test_with_other_arguments_it_says_the_command(name, words, started, tmp_path, monkeypatch):
+    """The first rank says it, once; the others do nothing that could fail before torchrun ends them."""
+    monkeypatch.chdir(tmp_path)
+    printed, said, status = started(name, *words, **ranks_of(2))
+    assert (printed, status) == ("", 2)
+    assert said == f"run it with torchrun --nproc-per-node 2 {FOLDER / name} {' '.join(ARGUMENTS[name])}\n"
+    monkeypatch.setattr("signal.pause", lambda: sys.exit("waits"))
+    assert started(name, *words, **ranks_of(2, local_rank=1))[2] == (
+        "waits" if name == "checkpoint.py" else "init gloo"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_ranks_that_do_not_divide_the_batch_are_refused_by_the_first(name, started, tmp_path):
+    fit, what = DIVIDE_24, "ranks don't divide BATCH=24"
+    if name == "levers.py":  # each rank has two parts
+        fit, what = [1, 2, 3, 4, 6, 12], "ranks x PARTS don't divide BATCH"
+    for world_size in range(1, 26):
+        words = words_for(name, tmp_path / str(world_size))  # each start of checkpoint.py keeps its folder's lock
+        refused = ("", f"{world_size} {what}; {fit} do\n", 2)
+        goes_on = ("no GPU visible: running on the CPU\n", "", "init gloo")
+        assert started(name, *words, **ranks_of(world_size)) == (goes_on if world_size in fit else refused)
+        two_machines = ranks_of(world_size, local_rank=1, local_world_size=2)
+        assert started(name, *words, **two_machines) == ("", "", "init gloo")
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_gpu_for_every_rank_of_the_machine_or_for_none(name, started, tmp_path):
+    """Without any, the first rank of a machine says so; with too few, it says that, and the others wait in the group."""
+    words, ranks = words_for(name, tmp_path / "cpu"), ranks_of(4, local_rank=0, local_world_size=2)
+    nccl = "init cpu:gloo,cuda:nccl"
+    assert started(name, *words, num_gpus=0, **ranks) == ("no GPU visible: running on the CPU\n", "", "init gloo")
+    words = words_for(name, tmp_path / "gpus")  # each start of checkpoint.py keeps its folder's lock
+    assert started(name, *words, num_gpus=2, **ranks) == ("", "", (nccl, torch.device("cuda:0")))
+    too_few = f"GPUs on {os.uname().nodename}: only 1; start one rank per GPU\n"
+    assert started(name, *words, num_gpus=1, **ranks) == ("", too_few, (2,))
+    ranks = ranks_of(4, local_rank=1, local_world_size=2) | {"RANK": 3}  # of the second machine
+    assert started(name, *words, num_gpus=0, **ranks) == ("", "", "init gloo")
+    assert started(name, *words, num_gpus=3, **ranks) == ("", "", (nccl, torch.device("cuda:1")))
+    assert started(name, *words, num_gpus=2, **ranks) == ("", "", (nccl, torch.device("cuda:1")))
+    assert started(name, *words, num_gpus=1, **ranks) == ("", "", (nccl, torch.device("cuda:0")))
+
+
+def refused_by_torchrun(torchrun: str, folder: Path, world_size: int, name: str, *words: object) -> list[str]:
+    """The lines of a refusal, on both streams, before torchrun's own."""
+    options = ["--standalone", "--nproc-per-node", str(world_size), *logs_below(folder)]
+    command = [torchrun, *options, FOLDER / name, *map(str, words)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 1 and "exitcode  : 2 (" in done.stderr, done.stderr  # torchrun's own, and the script's
+    lines = [line for line in done.stderr.splitlines() if re.match("run it with |[0-9]+ ranks", line)]
+    assert done.stderr.count("Traceback") == 1  # torchrun's
+    return [done.stdout, *lines]
+
+
+def test_a_refusal_is_one_line_under_torchrun(torchrun, tmp_path):
+    said = refused_by_torchrun(torchrun, tmp_path, 2, "checkpoint.py")
+    assert said == ["", f"run it with torchrun --nproc-per-node 2 {FOLDER / 'checkpoint.py'} FOLDER STEPS"]
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [5, 7, 9])
+@pytest.mark.parametrize("name", SHORT)
+def test_other_numbers_of_ranks_are_refused_in_one_line_under_torchrun(name, world_size, torchrun, tmp_path):
+    said = refused_by_torchrun(torchrun, tmp_path, world_size, name, *words_for(name, tmp_path))
+    assert len(said) == 2 and said[1].startswith(f"{world_size} ranks "), said
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
 # ---------------------------------------------------------------- what they compute
 
 
-@pytest.mark.parametrize("world_size", mostly_long([2, 3]))
-@pytest.mark.parametrize("name", AS_PACKAGE)
+@pytest.mark.parametrize("world_size", [1, 2, 3, *mostly_long([4, 6, 8, 12])[1:]])
+def test_any_number_of_ranks_learns_what_one_process_learns(world_size, tmp_path):
+    """To 1e-6, from the same first weights whatever each rank's random numbers were, and six steps of Adam later."""
+    job, file = ddp_job_that_saves(tmp_path, 3)
+    runs = dict.fromkeys(SHORT, ()) | {"from_ddp.py": (str(file),), "checkpoint.py": (tmp_path / "run", STEPS)}
+    runs = {str(job): ()} | runs
+    found = launch(run_each, runs, world_size=world_size, device="cpu", timeout_s=240)
+    assert all(set(printed.values()) == {""} for printed in found[1:])  # rank 0 alone prints
+    first = losses(found[0].pop(str(job)))
+    for name, printed in found[0].items():
+        steps = first | losses(printed) if name == "from_ddp.py" else losses(printed)
+        norms = [] if name == "levers.py" else None
+        assert list(steps) == list(range(STEPS)), name
+        assert list(steps.values()) == pytest.approx(train_alone(name, norms=norms), rel=0, abs=1e-6), name
+        if name == "levers.py":
+            assert [float(norm) for norm in re.findall(r"  norm (\S+)$", printed, re.M)] == pytest.approx(
+                norms, abs=1e-5
+            )
+
+
+@pytest.mark.parametrize("name, chapter", CHAPTERS.items())
+def test_the_saved_output_of_the_chapter_is_what_one_process_learns(name, chapter):
+    """So it's these data, a new batch for each step, and this model: numbers that the script's own code can't produce."""
+    (path,) = FOLDER.parent.glob(f"{chapter}_*.ipynb")
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.id.startswith("take-home")]
+    outputs = [output.text for cell in cells for output in cell.get("outputs", []) if output.output_type == "stream"]
+    starts = "".join(outputs).count("no GPU visible: running on the CPU\n")
+    assert starts == (2 if name in STARTED_TWICE else 1)
+    saved = losses("".join(outputs))
+    assert list(saved) == list(range(STEPS))
+    assert list(saved.values()) == pytest.approx(train_alone(name), abs=0.01 if name == "levers.py" else 1e-5)
+
+
+def test_a_script_uses_its_arguments(tmp_path, monkeypatch, capsys):
+    """Each as its own only rank."""
+    script, file, run = load_script("vit.py"), tmp_path / "weights.pt", tmp_path / "run"
+    torch.manual_seed(7)
+    torch.save(script.ViT().state_dict(), file)
+    model = load_script("from_ddp.py").build_model()
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2, 64)).sum().backward()
+    adam.step()
+    torch.save({"model": model.state_dict(), "optimizer": adam.state_dict(), "step": 4}, tmp_path / "ddp.pt")
+    for variable, value in ranks_of(1).items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("ctypes.CDLL", MagicMock())  # checkpoint.py would have Linux end this process with its parent
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    init = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda _: init("gloo", store=HashStore(), rank=0, world_size=1))
+    found = []
+    for words in (["vit.py", str(file)], ["from_ddp.py", str(tmp_path / "ddp.pt")], ["checkpoint.py", str(run), "2"]):
+        monkeypatch.setattr(sys, "argv", words)
+        runpy.run_path(str(FOLDER / words[0]), run_name="__main__")
+        found.append(losses(capsys.readouterr().out))
+    assert list(found[0].values()) == pytest.approx(train_alone("vit.py", seed=7), abs=1e-5)
+    assert [list(steps) for steps in found[1:]] == [[4, 5], [0, 1]]
+    assert sorted(path.name for path in run.iterdir()) == [".lock", "000002"]
+
+
+@pytest.mark.parametrize("name, world_size", mostly_long([(name, n) for n in (2, 3) for name in reversed(AS_PACKAGE)]))
 def test_ranks_learn_what_the_package_learns(name, world_size, run_script):
     found = losses(run_script(name, world_size))
     # levers.py computes in bf16: on a processor without bf16 instructions, the two were 1.2e-4 apart after six steps.
@@ -198,7 +389,7 @@ def test_ranks_learn_what_the_package_learns(name, world_size, run_script):
 @pytest.mark.long  # the notebooks start each of them with torchrun too
 @pytest.mark.parametrize("name", [*AS_PACKAGE, "vit.py"])
 def test_torchrun_starts_the_file_and_it_says_the_same(name, run_script, run_torchrun, torchrun):
-    assert run_torchrun(torchrun, name, 2) == run_script(name, 2)
+    assert run_torchrun(torchrun, name, 2) == "no GPU visible: running on the CPU\n" + run_script(name, 2)
 
 
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -214,8 +405,9 @@ SETTINGS = {  # of every unit; a layer of levers.py is recomputed as well, the r
 
 def test_each_layer_is_a_unit_with_the_settings_of_its_script(run_script, tmp_path):
     """Losses do not tell: they are the same in one unit, without offload, and with nothing recomputed."""
-    run_script("ddp.py", 2, str(tmp_path / "ddp.pt"), 1)
-    arguments = {"from_ddp.py": (str(tmp_path / "ddp.pt"),), "checkpoint.py": (tmp_path / "run", 1)}
+    job, file = ddp_job_that_saves(tmp_path, 1)
+    run_script(job, 2)
+    arguments = {"from_ddp.py": (str(file),), "checkpoint.py": (tmp_path / "run", 1)}
     runs = {name: arguments.get(name, ()) for name in ("fsdp1.py", *SETTINGS)}
     found = launch(shard_each, runs, world_size=2, device="cpu", timeout_s=240)[0]
     layers = ["root", "0", "1", "2", "3"]
@@ -226,9 +418,10 @@ def test_each_layer_is_a_unit_with_the_settings_of_its_script(run_script, tmp_pa
         assert settings == [SETTINGS[name] | recomputed] * 4 + [SETTINGS[name]], name
 
 
-def test_micro_batches_share_one_reduction():
+def test_micro_batches_share_one_reduction_and_have_their_losses_in_fp32():
     """Four layers and the root, in one step of two micro-batches: five reductions, where all would be reduced, ten."""
-    for found in launch(collectives_of, "levers.py", world_size=2, device="cpu", timeout_s=240):
+    for found, dtypes in launch(levers_of_a_step, world_size=2, device="cpu", timeout_s=240):
+        assert dtypes == {torch.float32}
         assert found["reduce_scatter"] == 5
         # Layers for two forwards and two backwards, the root for two forwards: it stays whole until backward.
         assert found["all_gather"] == 2 * (2 * 4 + 1)
@@ -236,7 +429,7 @@ def test_micro_batches_share_one_reduction():
 
 def check_resumed(first: dict[int, float], second: dict[int, float], folder: Path) -> None:
     assert (list(first), list(second)) == ([0, 1, 2], [3, 4, 5])
-    undisturbed = train_undisturbed("checkpoint.py", 6)
+    undisturbed = train_alone("checkpoint.py", 6)
     assert [*first.values(), *second.values()] == pytest.approx(undisturbed, abs=1e-5)
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "000006"]  # the newest alone
 
@@ -251,28 +444,6 @@ def test_saved_on_three_ranks_resumed_on_two_by_torchrun(run_torchrun, torchrun,
     runs = ((3, tmp_path, 3), (2, tmp_path, 6))
     first, second = (losses(run_torchrun(torchrun, "checkpoint.py", *run)) for run in runs)
     check_resumed(first, second, tmp_path)
-
-
-@pytest.mark.parametrize("world_size", mostly_long([3, 2]))
-def test_a_ddp_run_goes_on_under_fsdp2(world_size, run_script, tmp_path):
-    file = tmp_path / "ddp.pt"
-    first = losses(run_script("ddp.py", 2, str(file), 3))
-    second = losses(run_script("from_ddp.py", world_size, str(file)))
-    assert (list(first), list(second)) == ([0, 1, 2], [3, 4, 5])
-    assert first | second == pytest.approx(losses(run_script("ddp.py", 2)), abs=1e-5)  # with Adam's state, or not
-
-
-@pytest.mark.parametrize("words, step", [(["ddp.pt"], STEPS), (["ddp.pt", "1"], 1), ([], None)])
-def test_ddp_saves_in_the_file_that_it_is_given(words, step, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["ddp.py", *words])
-    for variable, value in {"LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(os, "_exit", lambda status: None)
-    alone = partial(dist.init_process_group, store=HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(dist, "init_process_group", alone)
-    runpy.run_path(FOLDER / "ddp.py", run_name="__main__")
-    assert [torch.load(path)["step"] for path in tmp_path.iterdir()] == ([step] if step else [])
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module."])
@@ -292,23 +463,10 @@ def test_names_of_ddp_and_of_a_compiled_model_are_read(prefix, tmp_path):
 
 @pytest.mark.long
 def test_a_ddp_run_goes_on_under_fsdp2_by_torchrun(run_torchrun, torchrun, tmp_path):
-    file = tmp_path / "ddp.pt"
-    first, second = (losses(run_torchrun(torchrun, *run)) for run in (("ddp.py", 2, file, 3), ("from_ddp.py", 2, file)))
+    job, file = ddp_job_that_saves(tmp_path, 3)
+    first, second = (losses(run_torchrun(torchrun, *run)) for run in ((job, 2), ("from_ddp.py", 2, file)))
+    assert (list(first), list(second)) == ([0, 1, 2], [3, 4, 5])
     assert first | second == pytest.approx(package_losses("ddp.py", 2), abs=1e-5)
-
-
-@pytest.mark.parametrize("world_size", mostly_long([2, 3]))
-def test_the_vit_learns_what_one_process_learns(world_size, run_script):
-    found = losses(run_script("vit.py", world_size))
-    assert list(found.values()) == pytest.approx(train_vit_alone(STEPS), abs=1e-5)
-    assert found[STEPS - 1] < found[0]
-
-
-def test_the_vit_begins_with_a_file(run_script, tmp_path):
-    torch.manual_seed(7)
-    torch.save(load_script("vit.py").ViT().state_dict(), tmp_path / "weights.pt")
-    found = losses(run_script("vit.py", 1, str(tmp_path / "weights.pt")))
-    assert list(found.values()) == pytest.approx(train_vit_alone(STEPS, seed=7), abs=1e-5)
 
 
 def test_weights_saved_on_a_gpu_are_read_without_one(tmp_path, monkeypatch):
@@ -325,7 +483,7 @@ def test_weights_saved_on_a_gpu_are_read_without_one(tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_the_vit_on_a_gpu(run_torchrun, torchrun):
     found = losses(run_torchrun(torchrun, "vit.py", 1, on_gpus=True))
-    assert list(found.values()) == pytest.approx(train_vit_alone(STEPS), abs=1e-3)
+    assert list(found.values()) == pytest.approx(train_alone("vit.py", STEPS), abs=1e-3)
 
 
 def test_offload_says_where_the_bytes_are(run_script):
@@ -362,4 +520,4 @@ def test_the_same_file_on_a_gpu(name, run_torchrun, torchrun):
 def test_resumed_on_a_gpu(run_torchrun, torchrun, tmp_path):
     runs = [run_torchrun(torchrun, "checkpoint.py", 1, tmp_path, last, on_gpus=True) for last in (3, 6)]
     found = [loss for run in runs for loss in losses(run).values()]
-    assert found == pytest.approx(train_undisturbed("checkpoint.py", 6), abs=1e-3)
+    assert found == pytest.approx(train_alone("checkpoint.py", 6), abs=1e-3)
