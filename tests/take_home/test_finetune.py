@@ -1,6 +1,5 @@
 """finetune.py: a model of a different shape, a text of one's own, two ranks, then three; read back by the package."""
 
-import errno
 import functools
 import json
 import math
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from faked_hosts import CHOICES, check_choice, flock_of_nfs
 from finetune_workers import Ended, Poison, run_each
 from pretrained import load_hugging_face, read_config
 from programs import Killed, has_ended, shares_a_lock, wait_until
@@ -85,9 +85,10 @@ def home(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
     for name, shape in SHAPES.items():
         torch.manual_seed(0)
-        save_hugging_face(Llama(shape), folder / name, config_of_llama(shape), num_files=2)
-    documents = [f"Line {number}:\n" + "so it goes. " * (number % 5) for number in range(39)]
-    (folder / "text.txt").write_text("\n\n".join([*documents, "A long one. " * 30]))
+        config = config_of_llama(shape) | {"torch_dtype": "bfloat16"}
+        save_hugging_face(Llama(shape), folder / name, config, num_files=2)
+    documents = [f"Line {number}:\n" + "so it goes. " * (number % 5) for number in range(38)]
+    (folder / "text.txt").write_text("\n\n".join([*documents, "A long one. " * 30, "a" * 256]))
     return folder
 
 
@@ -140,12 +141,14 @@ def test_two_ranks_equal_a_plain_loop(name, home, on_two):
     right, model = train_alone(home, name)
     assert losses(on_two[name]) == pytest.approx(dict(enumerate(right)), abs=LOSS_DIFFERENCE)
     assert_exported(home / name, home / name / "model", model)
+    assert "\n40 documents; 1 of them are cut at 256 tokens\n" in on_two[name][0].output
 
 
 def assert_exported(folder: Path, exported: Path, model: nn.Module) -> None:
     """In files that hold the same tensors as those that training began with."""
-    assert read_config(exported)["dtype"] == "float32"
-    tuned = Llama(llama_from_config(read_config(exported)))
+    config = read_config(exported)
+    assert config["dtype"] == "float32" and "torch_dtype" not in config
+    tuned = Llama(llama_from_config(config))
     load_hugging_face(tuned, exported)
     for (key, own), right in zip(tuned.named_parameters(), model.parameters(), strict=True):
         assert torch.allclose(own, right, rtol=0, atol=WEIGHT_DIFFERENCE), key
@@ -205,45 +208,11 @@ def test_no_moment_and_no_value_harms_anything(home, on_two):
 # ---------------------------------------------------------------- hosts and their GPUs
 
 
-@pytest.mark.parametrize(
-    "wanted, hosts, found",
-    [
-        ("auto", [("a", 2, 2), ("b", 2, 2)], "cuda:1"),
-        ("auto", [("a", 0, 2), ("b", 0, 2)], "cpu"),
-        ("auto", [("a", 2, 2), ("b", 1, 2)], "fewer GPUs than ranks on b (GPUs: 1, ranks: 2); "),
-        ("auto", [("a", 1, 2), ("b", 0, 2)], "on a (GPUs: 1, ranks: 2), b (GPUs: 0, ranks: 2); "),
-        ("cuda", [("a", 2, 2), ("b", 2, 2)], "cuda:1"),
-        ("cuda", [("a", 0, 2), ("b", 0, 2)], "on a (GPUs: 0, ranks: 2), b (GPUs: 0, ranks: 2); "),
-        ("cpu", [("a", 0, 2), ("b", 0, 2)], "cpu"),
-    ],
-)
+@pytest.mark.parametrize("wanted, hosts, found", CHOICES)
 def test_all_hosts_have_a_gpu_for_each_rank_or_none_has_any(wanted, hosts, found, monkeypatch, capsys):
-    """Where they stay without, they hide what there is: Adam's first step would open it, for tensors on the CPU too."""
-    told, current = [], []
-
-    def gather(into: list, own: tuple) -> None:
-        told.append(own)
-        into[:] = hosts
-
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     script = load_script("finetune.py")
     script.DEVICE = wanted
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    monkeypatch.setattr(script.socket, "gethostname", lambda: "a")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for variable, value in {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"}.items():
-        monkeypatch.setenv(variable, value)
-    if "GPUs" in found:
-        with pytest.raises(SystemExit) as ended:
-            script.choose_device()
-        (line,) = capsys.readouterr().err.splitlines()
-        assert found in line and ended.value.code == 2
-    else:
-        assert script.choose_device() == torch.device(found)
-        assert current == ([torch.device(found)] if found != "cpu" else [])
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if found == "cpu" else "0,1")
-    assert told == [("a", 0 if wanted == "cpu" else 2, 2)]
+    check_choice(script, script.choose_device, wanted, hosts, found, monkeypatch, capsys)
 
 
 # ---------------------------------------------------------------- one rank, in this process
@@ -278,6 +247,7 @@ def test_units_recomputation_and_chunks(alone, monkeypatch):
         return shard(module, **settings)
 
     def note_recomputed(function, *inputs, **settings):
+        assert settings == {"use_reentrant": False}
         recomputed.append(getattr(function, "__name__", type(function).__name__))
         return checkpoint(function, *inputs, **settings)
 
@@ -385,6 +355,15 @@ def test_what_a_killed_run_left_is_removed_at_the_start(alone):
     assert sorted(path.name for path in run.iterdir()) == [".lock", "model", "step-00000001", "unfinished-mine"]
 
 
+def test_a_signal_ends_an_export_at_once(alone):
+    """Everything is saved by then, and torchrun's next start repeats the export."""
+    script, arguments = alone
+    heeded = []
+    script.export = lambda *_: heeded.append(signal.getsignal(signal.SIGTERM))
+    script.main(*arguments, "1")
+    assert heeded == [signal.SIG_DFL]
+
+
 def test_a_signal_ends_the_run_after_its_step(alone, monkeypatch, capsys):
     script, arguments = alone
     load_batch = script.load_batch
@@ -462,6 +441,7 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, monkeypatch
 
     def save_half(state: dict, checkpoint_id) -> None:
         checkpoint_id.mkdir()
+        (checkpoint_id / "__9_0.distcp").touch()  # by a rank that the next run doesn't have
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -470,6 +450,7 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, monkeypatch
     assert script.load_newest(model, optimizer, tmp_path) == 4
     script.save(model, optimizer, tmp_path / "step-00000008")  # over what is left
     assert script.load_newest(model, optimizer, tmp_path) == 8
+    assert not (tmp_path / "step-00000008" / "__9_0.distcp").exists()
 
 
 CONFIG = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "rms_norm_eps": 1e-6, "vocab_size": 256}
@@ -521,21 +502,9 @@ def test_a_vocabulary_beyond_bytes_needs_its_tokenizer(tmp_path, capsys):
 
 
 def test_the_lock_may_be_shared_where_flock_is_emulated(alone, monkeypatch):
-    """As NFS 4 does it: for a shared lock, a file has to be readable, and writable for an exclusive one."""
     script, arguments = alone
-    flock, kinds = script.fcntl.flock, []
-
-    def flock_of_nfs(file, kind):
-        mode = script.fcntl.fcntl(file, script.fcntl.F_GETFL) & os.O_ACCMODE
-        needed = os.O_RDONLY if kind & script.fcntl.LOCK_SH else os.O_WRONLY
-        if mode not in (needed, os.O_RDWR):
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        kinds.append(kind)
-        return flock(file, kind)
-
     monkeypatch.setattr(script.fcntl, "flock", flock_of_nfs)
     script.main(*arguments, "1")
-    assert {kind & ~script.fcntl.LOCK_NB for kind in kinds} == {script.fcntl.LOCK_EX, script.fcntl.LOCK_SH}
 
 
 def test_the_newest_checkpoint_is_the_one_that_rank_0_finds(alone, monkeypatch):
