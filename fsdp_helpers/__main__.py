@@ -26,7 +26,7 @@ CALL_FLAGS = (
         kind=str,
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        meaning="auto means cuda if there is a usable GPU for each rank, otherwise cpu",
+        meaning="auto means cuda if there is a usable GPU for each rank, otherwise cpu; several hosts have to agree",
     ),
     Flag(
         setting="timeout",

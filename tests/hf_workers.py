@@ -3,14 +3,17 @@
 import argparse
 import contextlib
 import io
+import math
 import os
 import signal
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from finetune_workers import poisoned
 from take_home_workers import load_script
 from torch import nn
 
@@ -33,16 +36,17 @@ class Seen:
     frozen_kept: bool = True
     num_rows_tried: int = 0  # in the try that shows whether documents stay apart
     refused: str | None = None
+    status: int = 0  # of a run that all ranks end together
+    left: list[str] = field(default_factory=list)  # in the run's folder
     peak_bytes: int = 0  # of the last step, where it is traced
 
 
-def run_each(
-    rank: int, world_size: int, ports: list[int], runs: list[list[str]], changes: list[dict[str, bool]]
-) -> list[Seen]:
+def run_each(rank: int, world_size: int, ports: list[int], runs: list[list[str]], changes: list[dict]) -> list[Seen]:
     """Each run with its command line, one after the other, in a group that it makes and ends itself.
 
     Of a run that is to `stop`, the last rank receives SIGTERM in the step STOP; one that is `padded` has no packed
-    rows; one that is `traced` is asked for its peak.
+    rows; one that is `traced` is asked for its peak; one with a `poison` has it in its gradient; and one that is
+    `judged` has a held-out loss that isn't finite.
     """
     dist.destroy_process_group()
     found = []
@@ -54,7 +58,12 @@ def run_each(
             script.documents_are_apart = lambda *_: False
         if change["stop"] and rank == world_size - 1:
             interrupt(script)
-        with trace_memory("cpu") if change["traced"] else nullcontext() as trace:
+        if change["judged"]:
+            script.held_out_loss = lambda *_: math.nan
+        with (
+            trace_memory("cpu") if change["traced"] else nullcontext() as trace,
+            poisoned(change["poison"]) if change["poison"] else nullcontext(),
+        ):
             found.append(run_seen(script, words))
         if trace:
             found[-1].peak_bytes = trace.last_step().curve.peak_bytes
@@ -77,10 +86,13 @@ def run_seen(script: ModuleType, words: list[str]) -> Seen:
     watch(script, seen)
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         try:
-            script.main(torch.device("cpu"), script.read_arguments(words))
+            script.main(script.read_arguments(words))
         except Refused as refused:
             seen.refused = str(refused)
+        except SystemExit as ended:
+            seen.status = ended.code
     seen.printed = printed.getvalue()
+    seen.left = sorted(path.name for path in Path(words[words.index("--out") + 1]).iterdir())
     if dist.is_initialized():
         dist.destroy_process_group()
     return seen

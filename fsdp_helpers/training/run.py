@@ -1,15 +1,18 @@
 """Carry out a run, from settings to record: on ranks started here (`train`), or as a rank started by torchrun."""
 
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
 from fsdp_helpers.config import TrainConfig, require_seconds
 from fsdp_helpers.data.source import DataError, num_test_images, num_train_images, prepare_data
-from fsdp_helpers.gpus import choose_device, hide_gpus
+from fsdp_helpers.gpus import choose_device, find_gpus, hide_gpus
 from fsdp_helpers.notebook import is_notebook, shown_by_message
 from fsdp_helpers.progress import ProgressBar, send_reports_to
 from fsdp_helpers.quantities import format_count
@@ -107,7 +110,11 @@ def train_as_rank_of_torchrun(
         raise ValueError(f"--world-size is {world_size}, but torchrun started {place.world_size} ranks; leave it out")
     config.check_world_size(place.world_size)
     require_seconds(timeout=group_timeout_s)
-    device = choose_device(device, place.local_world_size)
+    if device == "cpu" or place.local_world_size == place.world_size:
+        device = choose_device(device, place.local_world_size)
+    else:
+        store = next(dist.rendezvous("env://"))[0]  # kept while this rank trains, since rank 0 may be its server
+        device = _agree_on_device(device, place, store)
     config.check_device(device)
     if device == "cpu":
         hide_gpus()
@@ -125,6 +132,25 @@ def train_as_rank_of_torchrun(
         raise problem
     bar.close()
     return record if place.rank == 0 else None
+
+
+def _agree_on_device(device: str, place: Place, store: dist.Store) -> str:
+    """Return "cuda" if every host has a GPU for each of its ranks, or "cpu" if no host has any and `device` is "auto".
+
+    The hosts tell each other over a group on the CPU. Raises the same ValueError on every rank otherwise.
+    """
+    gpus = find_gpus(place.local_world_size)
+    own = (socket.gethostname(), 0 if gpus.problem else gpus.count, place.local_world_size)
+    group = {"store": dist.PrefixStore("devices", store), "rank": place.rank, "world_size": place.world_size}
+    dist.init_process_group("gloo", **group)
+    hosts = sorted(set(gather_over_ranks(own)))
+    dist.destroy_process_group()
+    lacking = [f"{name} (usable GPUs: {count}, ranks: {ranks})" for name, count, ranks in hosts if count < ranks]
+    if not lacking:
+        return "cuda"
+    if device == "auto" and not any(count for _, count, _ in hosts):
+        return "cpu"
+    raise ValueError(f"fewer GPUs than ranks on {', '.join(lacking)}; fix that, or use --device cpu")
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """Fine-tune a Llama from Hugging Face files with FSDP2. Ranks read only their rows; the loss is per token.
 
-Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`. It uses GPUs, or the CPU if
-there are fewer GPUs than ranks. FOLDER has config.json and safetensors files. If it also has tokenizer.json,
-`pip install tokenizers`; if not, tokens are bytes. TEXT is a text file with blank lines between documents;
-only the first LONGEST tokens of each are used. Checkpoints go in RUN, and the trained model in RUN/model.
-STEPS is the total: run the command again with more STEPS to continue from the newest checkpoint, on any
-number of ranks that divides BATCH. You may also edit the settings below between two runs; they apply from
-then on. For a different model or text, use a new RUN. All parameters are trained. (finetune_hf.py does the
-same for any causal language model of `transformers`.)
+Run it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`. FOLDER has config.json and
+safetensors files. If it also has tokenizer.json, `pip install tokenizers`; if not, tokens are bytes. TEXT is
+a text file with blank lines between documents; only the first LONGEST tokens of each are used. Checkpoints
+go in RUN, and the trained model in RUN/model. STEPS is the total: run the command again with more STEPS to
+continue from the newest checkpoint, on any number of ranks that divides BATCH. You may also edit the settings
+below between two runs; they apply from then on. For a different model or text, use a new RUN. All parameters
+are trained. A loss or gradient that isn't finite ends the run before it changes the model. (finetune_hf.py
+does the same for any causal language model of `transformers`.)
 """
 
 import ctypes
@@ -17,19 +17,23 @@ import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+DEVICE = "auto"  # a GPU per rank, or the CPU if no host has GPUs; "cuda" refuses the CPU, "cpu" ignores GPUs
 BATCH = 24  # documents per step, across all ranks; it splits evenly over 2, 3, 4, 6, 8, 12 or 24 of them
 LONGEST = 256  # the most tokens of a document that we use; the rest is left out
 CHUNKS = 4  # we compute the logits of a quarter of the tokens at a time
@@ -39,6 +43,23 @@ MAX_NORM = 1.0
 SAVE_EVERY = 4  # steps between two saves; a kill loses at most this many
 KEEP = 2  # how many checkpoints we keep
 IGNORED = -100  # the target of a token that has no loss
+
+
+def refuse(message: str) -> None:
+    """End the run, since all ranks of a host find a problem with its input; the first of them prints one line."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"finetune.py: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(60)  # torchrun stops this rank once the first one has ended
+    sys.exit(2)
+
+
+def end_together(message: str, status: int) -> None:
+    """End the run for a reason that all ranks have; rank 0 prints one line before torchrun can stop it."""
+    if dist.get_rank() == 0:
+        print(f"finetune.py: {message}", file=sys.stderr, flush=True)
+    dist.barrier()
+    sys.exit(status)
 
 
 class Attention(nn.Module):
@@ -136,20 +157,20 @@ def read_config(folder: Path) -> dict:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_type": "default"}
     rope = {"rope_type": rope.get("type", "default")} | rope  # older files call it "type"
     if config["model_type"] != "llama" or rope["rope_type"] not in ("default", "llama3"):
-        sys.exit(f"{folder}: this supports only Llamas with plain or Llama 3.1 positions; change the model")
+        refuse(f"{folder}: this supports only Llamas with plain or Llama 3.1 positions; change the model")
     head_width = config["hidden_size"] // config["num_attention_heads"]
     if (config.get("head_dim") or head_width) != head_width:
-        sys.exit(f"{folder}: head_dim has to be hidden_size / num_attention_heads here, {head_width}")
+        refuse(f"{folder}: head_dim has to be hidden_size / num_attention_heads here, {head_width}")
     if not any(folder.glob("*.safetensors")):
-        sys.exit(f"{folder}: no safetensors files")
+        refuse(f"{folder}: no safetensors files")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         listed = json.loads(index.read_text())["weight_map"].values()
         for path in folder.glob("*.safetensors"):
             if path.name not in listed:  # torch reads all of them, and one tensor's last copy wins
-                sys.exit(f"{path} isn't in the index, but torch would read it; move it out of the folder")
+                refuse(f"{path} isn't in the index, but torch would read it; move it out of the folder")
     if config.get("attention_bias") or config.get("mlp_bias"):
-        sys.exit(f"{folder}: its layers have biases, which this script's model lacks; add them")
+        refuse(f"{folder}: its layers have biases, which this script's model lacks; add them")
     config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
     config.setdefault("tie_word_embeddings", False)
     config["rope"] = {"rope_theta": config.get("rope_theta", 10_000.0)} | rope
@@ -174,7 +195,7 @@ def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
     """Return the text's documents as token IDs, from the folder's tokenizer or, without one, as bytes."""
     documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
     if not documents:
-        sys.exit(f"{text} has no text to train on")
+        refuse(f"{text} has no text to train on")
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
@@ -183,7 +204,7 @@ def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
     elif vocabulary == 256:
         tokens = [list(document.encode()) for document in documents]
     else:
-        sys.exit(f"{folder}: no tokenizer.json, and a vocabulary of {vocabulary}, which can't be bytes")
+        refuse(f"{folder}: no tokenizer.json, and a vocabulary of {vocabulary}, which can't be bytes")
     return [torch.tensor(document) for document in tokens]
 
 
@@ -266,9 +287,15 @@ def remove(path: Path) -> None:
     shutil.rmtree(nameless)
 
 
+def newest_checkpoint(run: Path) -> Path | None:
+    return max(run.glob("step-*"), default=None)
+
+
 def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -> int:
     """Load the newest checkpoint and return its step, or 0 if there's no checkpoint."""
-    newest = max(run.glob("step-*"), default=None)
+    found = [newest_checkpoint(run)]
+    dist.broadcast_object_list(found)  # rank 0's answer, since a network file system may show others older files
+    newest = found[0]
     if newest is None:
         return 0
     parameters, moments = get_state_dict(model, optimizer)
@@ -277,20 +304,35 @@ def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -
     return int(newest.name.removeprefix("step-"))
 
 
+def file_numbers(folder: Path, names: list[str]) -> dict[str, int]:
+    """Return each tensor's file, counted from 1: as in the folder's index or, without one, all in file 1."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return dict.fromkeys(names, 1)
+    listed = json.loads(index.read_text())["weight_map"]
+    files = sorted({listed[name] for name in names})
+    return {name: files.index(listed[name]) + 1 for name in names}
+
+
 def export(model: nn.Module, folder: Path, out: Path) -> None:
-    """Write the model as a Hugging Face folder: every rank writes its rows, which are then joined."""
+    """Write the model as a Hugging Face folder: every rank writes its rows, which are then joined.
+
+    The ranks share the files to be joined. That can take longer than the default limit of 30 minutes.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     unfinished = out.with_name(f"unfinished-{out.name}")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # or torch would join a killed run's rows, too
         unfinished.mkdir()
     dist.barrier()
-    names = dict.fromkeys(tensors_in_files(model), 1)  # all in file 1; use more numbers for more files
-    writer = dcp.HuggingFaceStorageWriter(
-        str(unfinished), fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True
-    )
-    dcp.save(tensors_in_files(model), storage_writer=writer)
+    tensors = tensors_in_files(model)
+    files = file_numbers(folder, list(tensors))
+    sharded = str(unfinished / "sharded")
+    writer = dcp.HuggingFaceStorageWriter(sharded, fqn_to_index_mapping=files, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, process_group=group)
+    consolidate_safetensors_files_on_every_rank(sharded, str(unfinished), files, process_group=group)
     if dist.get_rank() == 0:
-        shutil.rmtree(unfinished / "sharded")
+        shutil.rmtree(sharded)
         for path in folder.iterdir():
             if path.is_file() and ".safetensors" not in path.name:
                 shutil.copy(path, unfinished)  # tokenizer, chat template, settings for generating ...
@@ -321,33 +363,52 @@ def take(lock, run: Path, kind: int, patience_s: float = 0.0) -> None:
             return fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline_s:
-                sys.exit(f"another run is writing to {run}; wait until it ends, or choose another folder")
+                refuse(f"another run is writing to {run}; wait until it ends, or choose another folder")
         time.sleep(0.1)
 
 
 def choose_device() -> torch.device:
-    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    """Return this rank's own GPU if every host has one for each of its ranks, or the CPU if no host has any."""
+    num_gpus = 0 if DEVICE == "cpu" else torch.cuda.device_count()
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, (socket.gethostname(), num_gpus, int(os.environ["LOCAL_WORLD_SIZE"])))
+    hosts = sorted(set(hosts))
+    lacking = [f"{name} (GPUs: {gpus}, ranks: {ranks})" for name, gpus, ranks in hosts if gpus < ranks]
+    if not lacking:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
+    if DEVICE == "cuda" or any(gpus for _, gpus, _ in hosts):
+        end_together(f"fewer GPUs than ranks on {', '.join(lacking)}; fix that, or set DEVICE to 'cpu'", status=2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
+    return torch.device("cpu")
+
+
+def join() -> torch.device:
+    """Form the group of ranks, and return this rank's device, on which all hosts have agreed over the CPU."""
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    place = {"rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", store=dist.PrefixStore("cpu", store), **place)
+    device = choose_device()
+    if device.type == "cuda":
+        dist.destroy_process_group()
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.PrefixStore("cuda", store), **place)
     return device
 
 
-def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> None:
+def main(folder: str, text: str, run: str, steps: str) -> torch.device:
     folder = Path(folder)
     run = Path(run)
     steps = int(steps)
     config = read_config(folder)
     documents = read_documents(folder, Path(text), config["vocab_size"])
     run.mkdir(parents=True, exist_ok=True)
-    lock = (run / ".lock").open("a")
+    lock = (run / ".lock").open("a+")  # "+", because NFS refuses a shared lock on a file that can't be read
     if os.environ["RANK"] == "0":
         take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the group forms, where the others wait
         for leftover in [*run.glob("unfinished-step-*"), *run.glob("unfinished-removal-of-*")]:
             shutil.rmtree(leftover, ignore_errors=True)  # left by a killed run, each as large as a checkpoint
-    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    device = join()
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     if rank == 0:
@@ -375,13 +436,16 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
         loss = model(numbers, targets) / num_tokens.to(device)
         optimizer.zero_grad()
         (loss * world_size).backward()  # undo FSDP's division by the number of ranks; we divide by tokens
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor().item()
+        sums = torch.tensor([loss.item(), len(signals)], dtype=torch.float64)
+        dist.all_reduce(sums)  # if any rank got the signal, all of them stop after the same step
+        if not math.isfinite(sums[0] + norm):  # the same on all ranks; nothing is changed or saved yet
+            found = f"step {step}: the loss is {sums[0]:.7g}, and the gradient's norm is {norm:.7g}"
+            end_together(f"{found}; the newest good checkpoint is {newest_checkpoint(run)}", status=1)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         optimizer.step()
 
-        sums = torch.tensor([loss.item(), len(signals)], dtype=torch.float64)
-        dist.all_reduce(sums)  # if any rank got the signal, all of them stop after the same step
         if rank == 0:
             print(f"step {step}  loss {sums[0]:.7f}", flush=True)
         is_asked = sums[1] > 0
@@ -390,19 +454,20 @@ def main(device: torch.device, folder: str, text: str, run: str, steps: str) -> 
         if is_asked:
             break
     else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything is saved, and an export can be repeated
         export(model, folder, run / "model")
     dist.destroy_process_group()
     lock.close()
+    return device
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 5:
-        sys.exit(__doc__)
+    if len(sys.argv) != 5 or "LOCAL_RANK" not in os.environ:
+        refuse("start it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, as its docstring says")
     num_ranks = int(os.environ["WORLD_SIZE"])
     if BATCH % num_ranks:
-        sys.exit(f"{num_ranks} ranks can't split {BATCH} documents evenly; change one of the two numbers")
+        refuse(f"{num_ranks} ranks can't split {BATCH} documents evenly; change one of the two numbers")
     end_with_torchrun()
-    chosen = choose_device()
-    main(chosen, *sys.argv[1:])
+    chosen = main(*sys.argv[1:])
     if chosen.type == "cpu":
         os._exit(0)  # a leftover gloo thread can abort Python's cleanup; this skips it, `atexit` included

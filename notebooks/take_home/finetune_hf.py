@@ -1,7 +1,7 @@
 """Fine-tune any causal language model in `transformers` with FSDP2. This script needs torch and transformers.
 
-Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs, or the CPU if there are
-fewer GPUs than ranks.
+Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs if every host has one for
+each of its ranks, or the CPU if no host has any. A loss or gradient that isn't finite ends the run, and harms nothing.
 
 MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoModelForCausalLM` builds the model. (If it
 has no tokenizer and a vocabulary of 256, tokens are bytes.) DATA is a text file with blank lines between documents, or
@@ -27,10 +27,12 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -56,6 +58,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -74,6 +77,7 @@ SCALE = 2.0  # an adapter's output is multiplied by this
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DIGEST = "digest"
+SAMPLES, SAMPLE_BYTES = 64, 65_536  # of each file of weights
 TOKENS = "tokens.safetensors"
 # FIXED settings can't change when a run resumes; OBEYED ones can. The others don't affect the result.
 FIXED = ("batch", "length", "seed", "held_out", "lora_rank", "packed", DIGEST)
@@ -93,6 +97,21 @@ def refuse(message: str, status: int = 2) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(60)
     sys.exit(status)
+
+
+def end_together(message: str, status: int) -> None:
+    """End the run for a reason that all ranks have; rank 0 prints one line before torchrun can stop it."""
+    if dist.get_rank() == 0:
+        print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
+    dist.barrier()
+    sys.exit(status)
+
+
+def from_rank_0(find: Callable):
+    """Return what `find` returns on rank 0: hosts may see a shared folder as it was up to a minute ago."""
+    found = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 # ---------------------------------------------------------------- settings
@@ -120,9 +139,9 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add(
         "--save-every",
         type=read_interval,
-        default="500",
+        default="20m",
         metavar="N|Nm",
-        help="number of steps between saves, or a number of minutes if it ends in m, as in 20m (500)",
+        help="number of steps between saves, or of minutes if it ends in m (20m); the first save is after step 1",
     )
     add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
     add("--held-out", type=float, default=0.02, help="fraction of the documents to hold out for testing (0.02)")
@@ -133,6 +152,12 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--offload", action="store_true", help="keep the shards and the optimizer state in host memory")
     add("--unit", metavar="CLASS", help="the class of the modules that become units (the model's decoder layers)")
     add("--seed", type=int, default=0)
+    add(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="cuda refuses the CPU; cpu ignores GPUs (auto)",
+    )
     arguments = parser.parse_args(words)
     for name in ("batch", "micro_batch", "length", "keep", "test_every", "steps", "epochs"):
         value = getattr(arguments, name)
@@ -161,8 +186,8 @@ def check_resumed(arguments: argparse.Namespace) -> None:
     run = arguments.out
     path = run / "settings.json"
     settings = {name: getattr(arguments, name) for name in (*FIXED, *OBEYED)}
-    if path.exists() and newest_checkpoint(run):
-        before = json.loads(path.read_text())
+    before = from_rank_0(lambda: json.loads(path.read_text()) if path.exists() and newest_checkpoint(run) else {})
+    if before:
         changed = {name: (before[name], value) for name, value in settings.items() if before.get(name) != value}
         for name in FIXED:
             if name == DIGEST and name in changed:
@@ -352,12 +377,22 @@ def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[
 
 
 def digest_of(arguments: argparse.Namespace) -> str:
-    """Return a 16-digit digest of the model, tokenizer and data. The weights are left out: they're too large."""
+    """Return a 16-digit digest of the model, tokenizer and data; for adapters, also of a sample of the model's weights.
+
+    A checkpoint of adapters fits only the weights that they were trained on; other checkpoints have all weights.
+    """
     paths = [path for path in side_files(arguments.model) if path.name.startswith(TOKENS_BY)]
     found = hashlib.sha256(f"{arguments.length}".encode())
     for path in [*paths, arguments.data]:
         with path.open("rb") as file:
             found.update(hashlib.file_digest(file, "sha256").digest())
+    for path in sorted(arguments.model.glob("*.safetensors")) if arguments.lora_rank else ():
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for part in range(SAMPLES):
+                file.seek(size * part // SAMPLES)
+                found.update(file.read(SAMPLE_BYTES))
     return found.hexdigest()[:16]
 
 
@@ -503,6 +538,7 @@ class FileTensor:
     """A tensor in one of the model's files."""
 
     file: int  # the file's number, counted from 1
+    name: str  # the file's name
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -527,7 +563,7 @@ def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
                 if tensor.get_dtype() not in FILE_DTYPES:
                     refuse(f"{folder / name}: {key} is {tensor.get_dtype()}; this script can't train quantized models")
                 dtype = FILE_DTYPES[tensor.get_dtype()]
-                found[key] = FileTensor(file=number, dtype=dtype, shape=tuple(tensor.get_shape()))
+                found[key] = FileTensor(file=number, name=name, dtype=dtype, shape=tuple(tensor.get_shape()))
     return found
 
 
@@ -557,11 +593,28 @@ def match_files(model: nn.Module, folder: Path, files: dict[str, FileTensor]) ->
             f"{folder} doesn't fit {type(model).__name__}: its files lack {len(missing)} tensors{first_of(missing)}, "
             f"and have {len(extra)} that the model lacks{first_of(extra)}"
         )
+    for names in names_of.values():
+        if len(twice := [name for name in names if name in files]) > 1 and are_different(folder, files, *twice[:2]):
+            refuse(
+                f"{folder}: config.json ties {' and '.join(twice)}, but they differ in the files; which one is right?"
+            )
     for in_file, name in chosen.items():
         shape = tuple(model.get_parameter_or_buffer(name).shape)
         if files[in_file].shape != shape:
             refuse(f"{folder}: {in_file} is {files[in_file].shape}, but {shape} in the model built from config.json")
     return chosen
+
+
+def are_different(folder: Path, files: dict[str, FileTensor], one: str, other: str) -> bool:
+    """Return whether two tensors in the files differ; only the first rank of a host reads them."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return False
+    with safe_open(folder / files[one].name, "pt") as first, safe_open(folder / files[other].name, "pt") as second:
+        left, right = first.get_slice(one), second.get_slice(other)
+        if files[one].shape != files[other].shape:
+            return True
+        rows = range(0, files[one].shape[0], 4096)
+        return any(not torch.equal(left[row : row + 4096], right[row : row + 4096]) for row in rows)
 
 
 def first_of(names: list[str]) -> str:
@@ -756,11 +809,16 @@ def remove(path: Path) -> None:
 
 
 class Checkpoints:
-    """The run's checkpoints, written in the background, one at a time. The newest `keep` of them are kept."""
+    """The run's checkpoints, written in the background, one at a time. The newest `keep` of them are kept.
+
+    With --offload, a save in the background would copy the state within host memory, so training waits for the save.
+    The first save comes after step 1, to show early whether saving works. It's removed when there's a newer one.
+    """
 
     def __init__(self, arguments: argparse.Namespace, group: dist.ProcessGroup) -> None:
         self.run = arguments.out
         self.keep = arguments.keep
+        self.is_offloaded = arguments.offload
         self.every_steps, self.every_s = arguments.save_every
         self.group = group  # only for the background, so that its collectives can't get mixed up with a step's
         self.writing = None
@@ -769,20 +827,33 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after `step`. If the interval is in minutes, only rank 0 keeps time."""
+        if step == 1:
+            return True
         if self.every_steps:
             return step % self.every_steps == 0
         return dist.get_rank() == 0 and time.monotonic() - self.begun_s >= self.every_s
 
+    @property
+    def unfinished(self) -> Path:
+        """This save's folder until it's complete. No other save has this name, which hosts may remember for a minute."""
+        return self.run / f"unfinished-step-{self.step:08d}"
+
     def begin(self, loss: TokenLoss, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Copy the state, and write the copy in the background while training goes on. All ranks call this."""
+        """Save the state, in the background unless it's offloaded. All ranks call this."""
         self.finish()
-        unfinished = self.run / "unfinished"
-        if dist.get_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        dist.barrier(group=self.group)  # rank 0 has to remove the old folder before any rank creates a new one
         self.step = step
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.unfinished, ignore_errors=True)
+        dist.barrier(group=self.group)  # rank 0 has to remove the old folder before any rank creates a new one
         self.begun_s = time.monotonic()
-        self.writing = dcp.async_save(state_of(loss, optimizer)[0], checkpoint_id=unfinished, process_group=self.group)
+        state = state_of(loss, optimizer)[0]
+        settings = {"checkpoint_id": self.unfinished, "process_group": self.group}
+        if self.is_offloaded:
+            with ThreadPoolExecutor(1) as thread:  # which ends before the next line
+                self.writing = thread.submit(dcp.save, state, **settings)
+            self.finish()
+        else:
+            self.writing = dcp.async_save(state, **settings)
 
     @property
     def is_written(self) -> bool:
@@ -796,12 +867,14 @@ class Checkpoints:
             self.writing.result()
         except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
             newest = newest_checkpoint(self.run)
-            shutil.rmtree(self.run / "unfinished", ignore_errors=True)
+            shutil.rmtree(self.unfinished, ignore_errors=True)
             refuse(f"step {self.step} can't be saved ({cause_of(error)}); the newest checkpoint is {newest}", status=1)
         self.writing = None
         if dist.get_rank() == 0:
-            give_name(self.run / "unfinished", self.run / f"step-{self.step:08d}")
-            for old in sorted(self.run.glob("step-*"))[: -self.keep]:
+            give_name(self.unfinished, self.run / f"step-{self.step:08d}")
+            first = list(self.run.glob("step-00000001"))
+            others = sorted(set(self.run.glob("step-*")) - set(first))
+            for old in [*(first if others else ()), *others[: -self.keep]]:
                 remove(old)
 
 
@@ -822,7 +895,7 @@ def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, d
 
 def load_newest(loss: TokenLoss, optimizer: torch.optim.Optimizer, run: Path) -> int:
     """Load the newest checkpoint, saved on any number of ranks. Return the number of steps already taken."""
-    newest = newest_checkpoint(run)
+    newest = from_rank_0(lambda: newest_checkpoint(run))
     if newest is None:
         return 0
     state, moments = state_of(loss, optimizer)
@@ -836,30 +909,34 @@ def side_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(WEIGHTS))
 
 
-def export(model: nn.Module, folder: Path, files: dict[str, FileTensor], names: dict[str, str], run: Path) -> None:
-    """Write the model to a folder like the one it came from, with the same files, names and dtypes."""
+def export(
+    model: nn.Module, folder: Path, files: dict[str, FileTensor], names: dict[str, str], run: Path, group
+) -> None:
+    """Write the model to a folder like the one it came from, with the same files, names and dtypes.
+
+    Every rank writes its shards, and then joins its share of the files. That may take longer than the default limit of
+    30 minutes, but not than that of `group`.
+    """
     unfinished = run / "unfinished-model"
     if dist.get_rank() == 0:
         empty_folder(unfinished)  # torch would join everything it finds there
     dist.barrier()
     state = model.state_dict()
     tensors = {in_file: state[name].to(files[in_file].dtype) for in_file, name in names.items()}
-    writer = dcp.HuggingFaceStorageWriter(
-        str(unfinished),
-        fqn_to_index_mapping={in_file: files[in_file].file for in_file in names},
-        save_distributed=True,  # every rank writes its shards,
-        enable_consolidation=True,  # which are then joined
-    )
+    numbers = {in_file: files[in_file].file for in_file in names}
+    sharded = str(unfinished / "sharded")
+    writer = dcp.HuggingFaceStorageWriter(sharded, fqn_to_index_mapping=numbers, save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=writer)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
     except (dcp.api.CheckpointException, OSError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         refuse(
             f"the model can't be written ({cause_of(error)}); the newest checkpoint is {newest_checkpoint(run)}",
             status=1,
         )
+    consolidate_safetensors_files_on_every_rank(sharded, str(unfinished), numbers, process_group=group)
     if dist.get_rank() == 0:
-        shutil.rmtree(unfinished / "sharded")
+        shutil.rmtree(sharded)
         for path in side_files(folder):
             shutil.copy(path, unfinished)
         give_name(unfinished, run / "model")
@@ -869,17 +946,21 @@ def export(model: nn.Module, folder: Path, files: dict[str, FileTensor], names: 
 # ---------------------------------------------------------------- the run
 
 
-def choose_device() -> torch.device:
-    """Return this rank's own GPU, or the CPU if the machine has fewer GPUs than ranks."""
-    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-    if num_gpus < num_ranks:
-        if num_gpus and os.environ["RANK"] == "0":
-            print(f"WARNING: {num_ranks} ranks but only {num_gpus} GPU(s) here; training on the CPU", flush=True)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
+def choose_device(wanted: str) -> torch.device:
+    """Return this rank's own GPU if every host has one for each of its ranks, or the CPU if no host has any."""
+    num_gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, (socket.gethostname(), num_gpus, int(os.environ["LOCAL_WORLD_SIZE"])))
+    hosts = sorted(set(hosts))
+    lacking = [f"{name} (GPUs: {gpus}, ranks: {ranks})" for name, gpus, ranks in hosts if gpus < ranks]
+    if not lacking:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
+    if wanted == "cuda" or any(gpus for _, gpus, _ in hosts):
+        end_together(f"fewer GPUs than ranks on {', '.join(lacking)}; fix that, or use --device cpu", status=2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
+    return torch.device("cpu")
 
 
 def take(lock: TextIO, run: Path, kind: int, patience_s: float = 0.0) -> None:
@@ -894,19 +975,28 @@ def take(lock: TextIO, run: Path, kind: int, patience_s: float = 0.0) -> None:
         time.sleep(0.1)
 
 
-def join(run: Path, device: torch.device) -> TextIO:
-    """Form the group of ranks, unless another run is using the folder. Return the lock, which all ranks hold."""
-    lock = (run / ".lock").open("a")
+def join(run: Path, wanted: str) -> tuple[TextIO, torch.device]:
+    """Form the group of ranks, unless another run is using the folder. Return the lock, which all ranks hold.
+
+    Also return this rank's device, on which all hosts have agreed over the CPU.
+    """
+    lock = (run / ".lock").open("a+")  # "+", because NFS refuses a shared lock on a file that can't be read
     if os.environ["RANK"] == "0":
         take(lock, run, fcntl.LOCK_EX, patience_s=5)  # before the group forms, where the others wait for rank 0
-        for leftover in run.glob("unfinished-removal-of-*"):
+        for leftover in [*run.glob("unfinished-step-*"), *run.glob("unfinished-removal-of-*")]:
             shutil.rmtree(leftover, ignore_errors=True)  # left by a killed run, each as large as a checkpoint
-    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-    if dist.get_rank() == 0:
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    place = {"rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", store=dist.PrefixStore("cpu", store), **place)
+    device = choose_device(wanted)
+    if device.type == "cuda":
+        dist.destroy_process_group()
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.PrefixStore("cuda", store), **place)
+    if rank == 0:
         take(lock, run, fcntl.LOCK_SH)
     dist.barrier()
     take(lock, run, fcntl.LOCK_SH)
-    return lock
+    return lock, device
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
@@ -973,23 +1063,25 @@ def train(
         batch = rows.of_step(step, arguments.batch)
         mean = backward(loss, rows, batch, arguments.micro_batch, device)
         norm = nn.utils.clip_grad_norm_(loss.parameters(), MAX_NORM).full_tensor().item()
-        optimizer.step()
-        optimizer.zero_grad()
-
         flags = [len(signals), checkpoints.is_due(step + 1), not checkpoints.is_written]
         sums = torch.tensor([mean.item(), *flags], dtype=torch.float64)
         dist.all_reduce(sums)  # if one rank has to stop or save, all ranks do, after the same step
         mean, num_asked, num_due, num_writing = sums.tolist()
-        if not math.isfinite(mean):
-            refuse(
-                f"the loss at step {step + 1} is {mean}; the newest checkpoint is {newest_checkpoint(arguments.out)}", 1
+        if not math.isfinite(mean + norm):  # the same on all ranks; nothing is changed or saved yet
+            refuse_values(
+                f"step {step + 1}: the loss is {mean:.7g}, and the gradient's norm is {norm:.7g}", checkpoints
             )
+        optimizer.step()
+        optimizer.zero_grad()
+
         is_asked = num_asked > 0
         is_last = step + 1 == arguments.steps
         note = {"step": step + 1, "loss": mean, "lr": optimizer.param_groups[0]["lr"], "gradient_norm": norm}
         note["tokens_per_s"] = sum(map(rows.num_tokens, batch)) / (time.monotonic() - began_s)
         if rows.held_out and ((step + 1) % arguments.test_every == 0 or is_last):
             note["held_out_loss"] = held_out_loss(loss, rows, arguments.micro_batch, device)
+            if not math.isfinite(note["held_out_loss"]):
+                refuse_values(f"step {step + 1}: the held-out loss is {note['held_out_loss']:.7g}", checkpoints)
         write_note(note | {"peak_bytes": peak_bytes(device)}, arguments.out)
         if num_writing == 0:
             checkpoints.finish()
@@ -999,7 +1091,14 @@ def train(
             break
     checkpoints.finish()
     dist.barrier()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything is saved, and an export can be repeated
     return not is_asked
+
+
+def refuse_values(found: str, checkpoints: Checkpoints) -> None:
+    """End the run because of a value that isn't finite, once a save under way is complete."""
+    checkpoints.finish()
+    end_together(f"{found}; the newest good checkpoint is {newest_checkpoint(checkpoints.run)}", status=1)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -1019,28 +1118,23 @@ def write_note(note: dict, run: Path) -> None:
         print(f"step {note['step']}  {'  '.join(words)}  peak {note['peak_bytes'] / 1e9:.2f} GB", flush=True)
 
 
-def describe(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device) -> None:
+def describe(loss: TokenLoss, units: dict[str, nn.Module]) -> None:
     """Print a summary of the run before it starts."""
     own = [(one.to_local(), one.requires_grad) for one in loss.parameters()]
     own_bytes = sum(shard.nbytes + trained * 3 * shard.nbytes for shard, trained in own)
     num_all = sum(one.numel() for one in loss.parameters())
     num_trained = sum(one.numel() for one in loss.parameters() if one.requires_grad)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    computing = str(compute_dtype(device)).removeprefix("torch.")
     kept = " and ".join(sorted({str(shard.dtype).removeprefix("torch.") for shard, _ in own}))
-    say(f"{dist.get_world_size()} ranks on {name}, computing in {computing}, shards in {kept}")
     say(f"{type(loss.model).__name__}: {num_all:,} parameters, {num_trained:,} trained")
     kinds = sorted({type(unit).__name__.removeprefix("FSDP") for unit in units.values()})
     say(f"{len(units) + 1} units: {len(units)} of {', '.join(kinds)}, and the root")
-    say(f"rank 0 keeps {own_bytes / 1e6:,.2f} MB of parameters, gradients and moments")
+    say(f"rank 0 keeps {own_bytes / 1e6:,.2f} MB of parameters, gradients and moments; shards in {kept}")
 
 
-def main(device: torch.device, arguments: argparse.Namespace) -> None:
+def main(arguments: argparse.Namespace) -> torch.device:
     transformers.logging.set_verbosity_error()
     if not arguments.data.is_file():
         refuse(f"{arguments.data} isn't a file; give a text file, or JSON lines")
-    if arguments.offload and device.type == "cpu":
-        refuse("--offload moves shards to host memory, where CPU ranks keep them anyway")
     config = read_config(arguments.model)
     text_config = config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or 4096
@@ -1058,9 +1152,14 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
         adapted = add_adapters(model, units, arguments.lora_rank, torch.bfloat16 if is_bf16 else torch.float32)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    lock = join(arguments.out, device)
+    lock, device = join(arguments.out, arguments.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    computing = str(compute_dtype(device)).removeprefix("torch.")
+    say(f"{dist.get_world_size()} ranks on {name}, computing in {computing}")
+    if arguments.offload and device.type == "cpu":
+        end_together("--offload moves shards to host memory, where CPU ranks keep them anyway", status=2)
     background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
-    arguments.digest = digest_of(arguments)
+    arguments.digest = from_rank_0(lambda: digest_of(arguments))
     if dist.get_rank() == 0:
         tokenize_once(arguments, tokenizer, text_config.vocab_size)
     dist.barrier(group=background)  # tokenizing may take longer than the other group's timeout
@@ -1069,7 +1168,7 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
     shard(loss, units, device, arguments)
     load(loss, arguments.model, names, device, arguments.offload)
     draw_adapters(model, adapted, arguments.seed)
-    describe(loss, units, device)
+    describe(loss, units)
     arguments.packed = documents_are_apart(loss, device, arguments.micro_batch)
     rows = Rows(arguments)
     kind = "packed" if arguments.packed else "padded"
@@ -1090,17 +1189,19 @@ def main(device: torch.device, arguments: argparse.Namespace) -> None:
         export_adapters(model, adapted, arguments)
         say(f"the adapter is in {arguments.out / 'adapter'}")
     else:
-        export(model, arguments.model, files, names, arguments.out)
+        export(model, arguments.model, files, names, arguments.out, background)
         say(f"the model is in {arguments.out / 'model'}")
     dist.destroy_process_group()
     lock.close()
+    return device
 
 
 if __name__ == "__main__":
     chosen_arguments = read_arguments()
-    chosen = choose_device()
+    if "LOCAL_RANK" not in os.environ:
+        refuse("start it with `torchrun --nproc-per-node 8 finetune_hf.py ...`")
     try:
-        main(chosen, chosen_arguments)
+        chosen = main(chosen_arguments)
     except UnicodeDecodeError as error:
         sys.exit(f"finetune_hf.py: {chosen_arguments.data} isn't UTF-8: {error}")
     except (OSError, SafetensorError) as error:  # only this rank has the error, so this rank prints it

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pretrained import config_of_llama, save_hugging_face
 
-from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from fsdp_helpers.cli.doctor.gpu import TAIL, Check, Finding, Numbers, judged
 from fsdp_helpers.models.llama import Llama
-from fsdp_helpers.models.shapes import LlamaShape, config_of_llama
+from fsdp_helpers.models.shapes import LlamaShape
 
 PROJECT = Path(__file__).resolve().parents[2]
 FOLDER = PROJECT / "notebooks" / "take_home"

@@ -1,11 +1,14 @@
 """finetune.py: a model of a different shape, a text of one's own, two ranks, then three; read back by the package."""
 
+import functools
 import json
+import math
 import os
 import re
 import runpy
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from faked_hosts import CHOICES, check_choice, flock_of_nfs
+from finetune_workers import Ended, Poison, run_each
 from pretrained import config_of_llama, load_hugging_face, read_config, save_hugging_face
 from programs import Killed, has_ended, shares_a_lock, wait_until
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from take_home_workers import FOLDER, load_script, run_main
+from take_home_workers import FOLDER, load_script
 from torch import nn
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -33,14 +38,6 @@ SHAPE = LlamaShape(
 )
 
 
-def run(world_size: int, *arguments) -> dict[int, float]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = tuple(map(str, arguments))
-    found = launch(run_main, "finetune.py", store.port, words, world_size=world_size, device="cpu", timeout_s=240)
-    assert found[1:] == [""] * (world_size - 1)  # rank 0 alone prints
-    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", found[0], re.MULTILINE)}
-
-
 LIKE_LLAMA_32 = replace(
     SHAPE,
     tied=True,
@@ -48,38 +45,173 @@ LIKE_LLAMA_32 = replace(
 )
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LIKE_LLAMA_32], ids=["plain", "tied and stretched"])
-def test_two_ranks_then_three(shape, tmp_path):
-    """The one that is tied is the harder to save and to load, so it alone is stopped and goes on, on three ranks."""
-    torch.manual_seed(0)
+CPU = torch.device("cpu")
+LOSS_DIFFERENCE, WEIGHT_DIFFERENCE = 1e-6, 1e-6  # of fp32 sums in another order
+SHAPES = {"plain": SHAPE, "tied": LIKE_LLAMA_32}
+STEPS, SAVE_EVERY = 6, 2
+KINDS = {"nan": math.nan, "inf": math.inf}
+MOMENTS = {
+    "first": {"step": 0},
+    "middle": {"step": 3},
+    "last": {"step": STEPS - 1},
+    "SIGTERM": {"step": 2, "with_sigterm": True},
+}
+FAST = ("nan first", "inf middle", "nan last", "inf SIGTERM")
+POISONS = {
+    f"{kind} {moment}": Poison(value, **where) for kind, value in KINDS.items() for moment, where in MOMENTS.items()
+}
+
+
+def launch_runs(world_size: int, runs: dict[str, tuple[list, Poison | None]]) -> dict[str, list[Ended]]:
+    """Name -> what each rank saw of that run; all of them in one launch, with a save in every other step."""
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    ports = [store.port for store in stores]
+    words = [(list(map(str, arguments)), poison) for arguments, poison in runs.values()]
+    settings = {"SAVE_EVERY": SAVE_EVERY}
+    found = launch(run_each, ports, words, settings, world_size=world_size, device="cpu", timeout_s=400)
+    return {name: list(seen) for name, seen in zip(runs, zip(*found, strict=True), strict=True)}
+
+
+def losses(seen: list[Ended]) -> dict[int, float]:
+    assert [one.output for one in seen[1:]] == [""] * (len(seen) - 1)  # rank 0 alone prints
+    found = re.findall(r"^step (\d+)  loss (\S+)$", seen[0].output, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A model of each shape, in two files, and a text with a document that's longer than the limit."""
+    folder = tmp_path_factory.mktemp("finetune")
+    for name, shape in SHAPES.items():
+        torch.manual_seed(0)
+        config = config_of_llama(shape) | {"torch_dtype": "bfloat16"}
+        save_hugging_face(Llama(shape), folder / name, config, num_files=2)
+    documents = [f"Line {number}:\n" + "so it goes. " * (number % 5) for number in range(38)]
+    (folder / "text.txt").write_text("\n\n".join([*documents, "A long one. " * 30, "a" * 256]))
+    return folder
+
+
+def words_of(home: Path, model: str, run: str, steps: int = STEPS) -> list:
+    return [home / model, home / "text.txt", home / run, steps]
+
+
+@pytest.fixture(scope="module")
+def on_two(home) -> dict[str, list[Ended]]:
+    runs = {name: (words_of(home, name, name), None) for name in SHAPES}
+    runs |= {"stopped": (words_of(home, "tied", "again"), Poison(None, 2, with_sigterm=True))}
+    runs |= {name: (words_of(home, "plain", name), POISONS[name]) for name in FAST}
+    runs |= {f"after {name}": (words_of(home, "plain", name), None) for name in FAST}
+    return launch_runs(2, runs)
+
+
+@functools.cache
+def train_alone(home: Path, name: str) -> tuple[list[float], nn.Module]:
+    """The losses and the model of a plain loop: the package's Llama in one process, a document at a time."""
+    shape = SHAPES[name]
     model = Llama(shape)
-    save_hugging_face(model, tmp_path / "model", config_of_llama(shape), num_files=2)
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"Line {number}: " + "so it goes. " * (number % 5) for number in range(40)))
+    load_hugging_face(model, home / name)
+    documents = [list(text.encode())[:256] for text in (home / "text.txt").read_text().split("\n\n")]
+    orders = [torch.randperm(40, generator=torch.Generator().manual_seed(epoch)) for epoch in range(4)]
+    stream = [documents[index] for index in torch.cat(orders)]
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for step, rate in enumerate([0.75e-4, 1.5e-4, 2.25e-4, 3e-4, 3e-4, 1.65e-4]):  # half of 2 steps down to a tenth
+        batch = stream[24 * step : 24 * (step + 1)]
+        num_tokens = sum(len(document) - 1 for document in batch)
+        optimizer.zero_grad()
+        total = 0.0
+        for document in batch:
+            tokens = torch.tensor([document])
+            loss = model(tokens[:, :-1], tokens[:, 1:]) / num_tokens
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        found.append(total)
+    return found, model
 
-    newest = tmp_path / "run"
-    right = run(2, tmp_path / "model", text, newest, 6)
-    assert {path.name for path in newest.glob("step-*")} == {"step-00000004", "step-00000006"}
-    assert not list(newest.glob("unfinished*"))
-    if shape.tied:
-        newest = tmp_path / "again"
-        first = run(2, tmp_path / "model", text, newest, 4)
-        rest = run(3, tmp_path / "model", text, newest, 6)
-        assert sorted(first) == [0, 1, 2, 3] and sorted(rest) == [4, 5]
-        assert first | rest == pytest.approx(right, abs=1e-5)
 
-    numbers, targets = batch_of_script(text)
-    mean = model(numbers, targets) / (targets != IGNORED).sum()
-    assert right[0] == pytest.approx(mean.item(), abs=1e-5)  # the package's Llama says the same of the first batch
-    assert read_config(newest / "model")["dtype"] == "float32"
-    tuned = Llama(llama_from_config(read_config(newest / "model")))
-    load_hugging_face(tuned, newest / "model")
-    assert (tuned(numbers, targets) / (targets != IGNORED).sum()).item() < right[0]
+# ---------------------------------------------------------------- equal to a plain loop
 
 
-def batch_of_script(text):
+@pytest.mark.parametrize("name", SHAPES)
+def test_two_ranks_equal_a_plain_loop(name, home, on_two):
+    right, model = train_alone(home, name)
+    assert losses(on_two[name]) == pytest.approx(dict(enumerate(right)), abs=LOSS_DIFFERENCE)
+    assert_exported(home / name, home / name / "model", model)
+    assert "\n40 documents; 1 of them are cut at 256 tokens\n" in on_two[name][0].output
+
+
+def assert_exported(folder: Path, exported: Path, model: nn.Module) -> None:
+    """In files that hold the same tensors as those that training began with."""
+    config = read_config(exported)
+    assert config["dtype"] == "float32" and "torch_dtype" not in config
+    tuned = Llama(llama_from_config(config))
+    load_hugging_face(tuned, exported)
+    for (key, own), right in zip(tuned.named_parameters(), model.parameters(), strict=True):
+        assert torch.allclose(own, right, rtol=0, atol=WEIGHT_DIFFERENCE), key
+    index = "model.safetensors.index.json"
+    listed = [json.loads((one / index).read_text())["weight_map"] for one in (folder, exported)]
+    assert listed[0] == listed[1] and len(set(listed[0].values())) == 2
+
+
+def test_a_run_of_which_one_rank_is_asked_to_end_continues_on_three(home, on_two):
+    """Tied, which is harder to save and to load."""
+    assert [one.status for one in on_two["stopped"]] == [0, 0]
+    assert on_two["stopped"][0].left == [".lock", "step-00000002", "step-00000003"]
+    rest = launch_runs(3, {"again": (words_of(home, "tied", "again"), None)})["again"]
+    found = losses(on_two["stopped"]) | losses(rest)
+    assert sorted(losses(rest)) == [3, 4, 5]
+    assert found == pytest.approx(dict(enumerate(train_alone(home, "tied")[0])), abs=LOSS_DIFFERENCE)
+
+
+# ---------------------------------------------------------------- a gradient that isn't finite
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_gradient_that_is_not_finite_ends_the_run_and_harms_nothing(name, home, on_two):
+    assert_harmless(name, home, on_two)
+
+
+def assert_harmless(name: str, home: Path, seen: dict[str, list[Ended]]) -> None:
+    """One line, status 1; what was saved stays, and the next run continues as if nothing had happened."""
+    poison, ended, run = POISONS[name], seen[name], home / name
+    saved = list(range(SAVE_EVERY, poison.step + 1, SAVE_EVERY))
+    newest = run / f"step-{saved[-1]:08d}" if saved else None
+    assert [one.status for one in ended] == [1, 1]
+    assert sorted(losses(ended)) == list(range(poison.step))
+    (line,) = ended[0].errors.splitlines()
+    said = rf"finetune.py: step {poison.step}: the loss is \d\.\d+, and the gradient's norm is {poison.value}"
+    assert re.fullmatch(f"{said}; the newest good checkpoint is {newest}", line), line
+    assert ended[1].errors == ""
+    assert ended[0].left == [".lock", *(f"step-{step:08d}" for step in saved)]
+    resumed, right = seen[f"after {name}"], losses(seen["plain"])
+    assert losses(resumed) == {step: right[step] for step in range(saved[-1] if saved else 0, STEPS)}
+    assert [one.status for one in resumed] == [0, 0]
+    for path in (run / "model").glob("*.safetensors"):
+        one, undisturbed = load_file(path), load_file(home / "plain" / "model" / path.name)
+        assert all(torch.equal(one[key], undisturbed[key]) for key in undisturbed)
+
+
+@pytest.mark.long
+def test_no_moment_and_no_value_harms_anything(home, on_two):
+    others = [name for name in POISONS if name not in FAST]
+    runs = {name: (words_of(home, "plain", name), POISONS[name]) for name in others}
+    runs |= {f"after {name}": (words_of(home, "plain", name), None) for name in others}
+    seen = launch_runs(2, runs)
+    for name in others:
+        assert_harmless(name, home, seen | {"plain": on_two["plain"]})
+
+
+# ---------------------------------------------------------------- hosts and their GPUs
+
+
+@pytest.mark.parametrize("wanted, hosts, found", CHOICES)
+def test_all_hosts_have_a_gpu_for_each_rank_or_none_has_any(wanted, hosts, found, monkeypatch, capsys):
     script = load_script("finetune.py")
-    return script.load_batch(script.read_documents(text.parent, text, SHAPE.vocabulary), 0)
+    script.DEVICE = wanted
+    check_choice(script, script.choose_device, wanted, hosts, found, monkeypatch, capsys)
 
 
 # ---------------------------------------------------------------- one rank, in this process
@@ -95,15 +227,12 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     script = load_script("finetune.py")
-    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)  # by the script
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    script.join = lambda: CPU
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)  # by the script
     handler = signal.getsignal(signal.SIGTERM)
     yield script, tuple(map(str, (tmp_path / "model", text, tmp_path / "run")))
     signal.signal(signal.SIGTERM, handler)
     monkeypatch.undo()
-
-
-CPU = torch.device("cpu")
 
 
 def test_units_recomputation_and_chunks(alone, monkeypatch):
@@ -117,6 +246,7 @@ def test_units_recomputation_and_chunks(alone, monkeypatch):
         return shard(module, **settings)
 
     def note_recomputed(function, *inputs, **settings):
+        assert settings == {"use_reentrant": False}
         recomputed.append(getattr(function, "__name__", type(function).__name__))
         return checkpoint(function, *inputs, **settings)
 
@@ -125,13 +255,21 @@ def test_units_recomputation_and_chunks(alone, monkeypatch):
         save(model, optimizer, path)
 
     script.fully_shard, script.checkpoint, script.save = note_unit, note_recomputed, note_save
-    script.main(CPU, *arguments, "5")
+    script.main(*arguments, "5")
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     assert units == [("Layer", policy)] * 3 + [("Llama", policy)]  # and no unit for the head
     per_step = 3 + script.CHUNKS
     assert recomputed[:per_step] == ["FSDPLayer"] * 3 + ["loss_of"] * 4 and len(recomputed) == 5 * per_step
     assert saved == [("step-00000004", 4 * per_step), ("step-00000005", 5 * per_step)]  # in the middle, too
     assert script.compute_dtype(torch.device("cuda")) == torch.bfloat16
+
+
+def test_the_loss_is_computed_in_fp32():
+    script = load_script("finetune.py")
+    model = script.Llama(CONFIG | SMALL).to(torch.bfloat16)
+    assert (
+        model.loss_of(torch.ones(2, 24, dtype=torch.bfloat16), torch.ones(2, dtype=torch.long)).dtype == torch.float32
+    )
 
 
 def test_each_epoch_has_each_document_once(alone):
@@ -156,7 +294,7 @@ def test_the_learning_rate_rises_falls_and_obeys_an_edit(alone, monkeypatch):
     assert [script.learning_rate(step, 104) / 3e-4 for step in (0, 3, 4, 54, 104)] == pytest.approx(
         [0.25, 1.0, 1.0, 0.55, 0.1]
     )
-    script.main(CPU, *arguments, "4")
+    script.main(*arguments, "4")
     used, step = [], torch.optim.AdamW.step
 
     def note_rate(self, **settings):
@@ -165,14 +303,14 @@ def test_the_learning_rate_rises_falls_and_obeys_an_edit(alone, monkeypatch):
 
     monkeypatch.setattr(torch.optim.AdamW, "step", note_rate)
     script.LEARNING_RATE = 1e-5
-    script.main(CPU, *arguments, "6")
+    script.main(*arguments, "6")
     assert used[-2:] == [script.learning_rate(4, 6), script.learning_rate(5, 6)] and max(used[-2:]) <= 1e-5
 
 
 def test_two_checkpoints_stay_and_side_files_come_along(alone):
     script, arguments = alone
     script.SAVE_EVERY = 1
-    script.main(CPU, *arguments, "4")
+    script.main(*arguments, "4")
     run = Path(arguments[2])
     assert sorted(path.name for path in run.iterdir()) == [".lock", "model", "step-00000003", "step-00000004"]
     assert (run / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
@@ -190,7 +328,7 @@ def test_a_killed_export_leaves_nothing_in_the_next_one(alone):
 
     script.shutil.rmtree = killed
     with pytest.raises(Killed):
-        script.main(CPU, *arguments, "2")
+        script.main(*arguments, "2")
     script.shutil.rmtree = consolidate
     run = Path(arguments[2])
     assert not (run / "model").exists()
@@ -198,7 +336,7 @@ def test_a_killed_export_leaves_nothing_in_the_next_one(alone):
         tensors = {name: torch.full_like(tensor, 7.0) for name, tensor in load_file(path).items()}
         with safe_open(path, "pt") as file:
             save_file(tensors, path.with_name(f"shard-00009-{path.name}"), metadata=file.metadata())
-    script.main(CPU, *arguments, "2")
+    script.main(*arguments, "2")
     assert sorted(path.name for path in run.glob("*model*")) == ["model"]
     tuned = Llama(SHAPE)
     load_hugging_face(tuned, run / "model")
@@ -212,8 +350,17 @@ def test_what_a_killed_run_left_is_removed_at_the_start(alone):
     for name in ("unfinished-step-00000003", "unfinished-removal-of-step-00000002", "unfinished-mine"):
         (run / name).mkdir(parents=True)
         (run / name / "__0_0.distcp").touch()
-    script.main(CPU, *arguments, "1")
+    script.main(*arguments, "1")
     assert sorted(path.name for path in run.iterdir()) == [".lock", "model", "step-00000001", "unfinished-mine"]
+
+
+def test_a_signal_ends_an_export_at_once(alone):
+    """Everything is saved by then, and torchrun's next start repeats the export."""
+    script, arguments = alone
+    heeded = []
+    script.export = lambda *_: heeded.append(signal.getsignal(signal.SIGTERM))
+    script.main(*arguments, "1")
+    assert heeded == [signal.SIG_DFL]
 
 
 def test_a_signal_ends_the_run_after_its_step(alone, monkeypatch, capsys):
@@ -226,20 +373,34 @@ def test_a_signal_ends_the_run_after_its_step(alone, monkeypatch, capsys):
         return load_batch(documents, step)
 
     script.load_batch = interrupted
-    script.main(CPU, *arguments, "6")
+    script.main(*arguments, "6")
     assert capsys.readouterr().out.startswith("1 ranks on cpu, computing in float32; shards in float32\n")
     run = Path(arguments[2])
     assert [path.name for path in run.glob("step-*")] == ["step-00000002"] and not (run / "model").exists()
 
 
-def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "folder", "text", "run", "4"])
-    monkeypatch.setenv("WORLD_SIZE", "5")
-    with pytest.raises(SystemExit, match="^5 ranks can't split 24 documents evenly"):
-        runpy.run_path(FOLDER / "finetune.py", run_name="__main__")
+@pytest.mark.parametrize(
+    "variables, words, told",
+    [
+        *(({"WORLD_SIZE": n}, 4, f"{n} ranks can't split 24 documents evenly") for n in ("5", "7", "9")),
+        ({"WORLD_SIZE": "2"}, 3, "start it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`"),
+        ({}, 4, "start it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`"),
+    ],
+)
+def test_a_start_that_cannot_work_is_one_line(variables, words, told, monkeypatch, capsys):
+    """On the first rank of a host; the others wait until torchrun stops them."""
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *["word"] * words])
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for local_rank in ("0", "1") if variables else ("",):
+        for name, value in (variables | {"LOCAL_RANK": local_rank} if variables else {}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(FOLDER / "finetune.py", run_name="__main__")
+        said = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert said == "" if local_rank == "1" else (told in said and said.count("\n") == 1)
 
 
-@pytest.mark.long
 def test_a_second_start_is_refused_and_ranks_end_with_torchrun(alone, tmp_path):
     arguments = [*alone[1], 1_000_000]
     program = [FOLDER / "finetune.py"]
@@ -262,7 +423,7 @@ def test_the_gradient_is_clipped_before_the_update(alone):
     """To a length of 0: only AdamW's decay is left then. Losses do not tell, since Adam divides by the length."""
     script, (folder, text, run) = alone
     script.MAX_NORM = 0.0
-    script.main(CPU, folder, text, run, "1")
+    script.main(folder, text, run, "1")
     model, tuned = Llama(SHAPE), Llama(SHAPE)
     load_hugging_face(model, folder)
     load_hugging_face(tuned, f"{run}/model")
@@ -279,6 +440,7 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, monkeypatch
 
     def save_half(state: dict, checkpoint_id) -> None:
         checkpoint_id.mkdir()
+        (checkpoint_id / "__9_0.distcp").touch()  # by a rank that the next run doesn't have
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -287,9 +449,11 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, monkeypatch
     assert script.load_newest(model, optimizer, tmp_path) == 4
     script.save(model, optimizer, tmp_path / "step-00000008")  # over what is left
     assert script.load_newest(model, optimizer, tmp_path) == 8
+    assert not (tmp_path / "step-00000008" / "__9_0.distcp").exists()
 
 
 CONFIG = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "rms_norm_eps": 1e-6, "vocab_size": 256}
+SMALL = {"num_key_value_heads": 6, "intermediate_size": 24, "num_hidden_layers": 1, "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize(
@@ -302,52 +466,73 @@ CONFIG = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "r
         ({}, "no safetensors files"),
     ],
 )
-def test_a_folder_that_it_cannot_read_is_refused(changes, message, tmp_path):
+def test_a_folder_that_it_cannot_read_is_refused(changes, message, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
     if changes:
         (tmp_path / "model.safetensors").touch()
-    with pytest.raises(SystemExit, match=message):
-        load_script("finetune.py").read_config(tmp_path)
+    assert message in refused(capsys, load_script("finetune.py").read_config, tmp_path)
 
 
-def test_a_file_that_the_index_does_not_list_is_refused(alone):
+def refused(capsys, call, *arguments) -> str:
+    with pytest.raises(SystemExit) as ended:
+        call(*arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    return line
+
+
+def test_a_file_that_the_index_does_not_list_is_refused(alone, capsys):
     """torch's reader would read it too, and take its tensors for the model's."""
     script, (folder, _, _) = alone
     script.read_config(Path(folder))
     listed = next(Path(folder).glob("*.safetensors"))
     save_file(load_file(listed), Path(folder, "older.safetensors"))
-    with pytest.raises(SystemExit, match="older.safetensors isn't in the index.*; move it out of the folder$"):
-        script.read_config(Path(folder))
+    line = refused(capsys, script.read_config, Path(folder))
+    assert "older.safetensors isn't in the index" in line and line.endswith("move it out of the folder")
 
 
-def test_a_vocabulary_beyond_bytes_needs_its_tokenizer(tmp_path):
+def test_a_vocabulary_beyond_bytes_needs_its_tokenizer(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("one\n\ntwo")
-    with pytest.raises(SystemExit, match="no tokenizer.json, and a vocabulary of 300"):
-        load_script("finetune.py").read_documents(tmp_path, tmp_path / "text.txt", 300)
+    told = refused(capsys, load_script("finetune.py").read_documents, tmp_path, tmp_path / "text.txt", 300)
+    assert "no tokenizer.json, and a vocabulary of 300" in told
+
+
+# ---------------------------------------------------------------- a shared folder that other hosts see differently
+
+
+def test_the_lock_may_be_shared_where_flock_is_emulated(alone, monkeypatch):
+    script, arguments = alone
+    monkeypatch.setattr(script.fcntl, "flock", flock_of_nfs)
+    script.main(*arguments, "1")
+
+
+def test_the_newest_checkpoint_is_the_one_that_rank_0_finds(alone, monkeypatch):
+    script, arguments = alone
+    script.SAVE_EVERY = 1
+    script.main(*arguments, "2")
+    model = script.start(script.read_config(Path(arguments[0])), Path(arguments[0]), CPU)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = Path(arguments[2])
+
+    def broadcast(found: list) -> None:  # this rank's host still sees an older folder
+        assert found == [run / "step-00000002"]
+        found[0] = run / "step-00000001"
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    assert script.load_newest(model, optimizer, run) == 1
 
 
 # ---------------------------------------------------------------- the long evidence
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    """A folder with a tied model of three layers, and a text."""
-    folder = tmp_path_factory.mktemp("finetune")
-    torch.manual_seed(0)
-    save_hugging_face(Llama(LIKE_LLAMA_32), folder / "model", config_of_llama(LIKE_LLAMA_32))
-    documents = (f"Line {number}: " + "so it goes. " * (number % 5) for number in range(40))
-    (folder / "text.txt").write_text("\n\n".join(documents))
-    return folder
-
-
 def job(home: Path, folder: Path, num_ranks: int, name: str = "job", **variables):
-    arguments = [home / "model", home / "text.txt", folder / "run", 10]
+    arguments = [home / "tied", home / "text.txt", folder / "run", 10]
     program = [FOLDER / "finetune.py"]
     return torchrun_job(one_agent(num_ranks), arguments, folder, name=name, program=program, **variables)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model-00001-of-00001.safetensors")
+    return {name: one for path in (run / "model").glob("*.safetensors") for name, one in load_file(path).items()}
 
 
 @pytest.fixture(scope="module")

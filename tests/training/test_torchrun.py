@@ -5,12 +5,16 @@ import os
 import random
 import re
 import signal
+import socket
 import sys
 import time
 
 import pytest
+import torch.distributed as dist
+from faked_hosts import CHOICES
 from programs import has_ended, wait_until
 from runs import check_json, main_in_process
+from torch.distributed import HashStore
 from torchrun_jobs import (
     FRESH_STORE,
     SMALL,
@@ -25,7 +29,9 @@ from torchrun_jobs import (
 
 from fsdp_helpers.checkpointing.folder import find_steps
 from fsdp_helpers.config import TrainConfig
+from fsdp_helpers.gpus import Gpus
 from fsdp_helpers.teaching.lessons.torchruns import free_port
+from fsdp_helpers.training import run as rank_run
 from fsdp_helpers.training import torchrun as torchrun_environment
 from fsdp_helpers.training.run import train
 
@@ -220,6 +226,31 @@ def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
     assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
     said = r"TimeoutError: rank \d (stopped answering|didn't answer within).*; check the last output and the machine"
     assert re.search(said, output), output
+
+
+# ---------------------------------------------------------------- hosts and their GPUs
+
+
+@pytest.mark.parametrize("wanted, hosts, found", [choice for choice in CHOICES if choice[0] != "cpu"])
+def test_several_hosts_agree_on_a_device(wanted, hosts, found, monkeypatch):
+    """test_devices_of_hosts.py has two hosts that do so."""
+    place = torchrun_environment.Place(rank=0, world_size=1, local_rank=0, local_world_size=2)
+    monkeypatch.setattr(rank_run, "find_gpus", lambda wanted: Gpus(2))
+    monkeypatch.setattr(rank_run, "gather_over_ranks", lambda own: hosts)
+    if found in ("cpu", "cuda:1"):
+        assert rank_run._agree_on_device(wanted, place, HashStore()) == found.removesuffix(":1")
+    else:
+        with pytest.raises(ValueError, match=re.escape(found.replace("GPUs:", "usable GPUs:"))):
+            rank_run._agree_on_device(wanted, place, HashStore())
+    assert not dist.is_initialized()
+
+
+def test_a_host_counts_only_gpus_that_torch_can_use(monkeypatch):
+    place, told = torchrun_environment.Place(rank=0, world_size=1, local_rank=0, local_world_size=2), []
+    monkeypatch.setattr(rank_run, "find_gpus", lambda wanted: Gpus(wanted, "the driver is too old"))
+    monkeypatch.setattr(rank_run, "gather_over_ranks", lambda own: told.append(own) or [own])
+    assert rank_run._agree_on_device("auto", place, HashStore()) == "cpu"
+    assert told == [(socket.gethostname(), 0, 2)]
 
 
 # ---------------------------------------------------------------- an environment that cannot be
