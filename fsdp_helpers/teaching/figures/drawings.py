@@ -62,7 +62,7 @@ DDP_STEP = (
 STEPS = {"DDP": DDP_STEP, "FSDP": FSDP_STEP}
 ROWS = ("parameters", "gradients", "optimizer")
 KEY = (
-    "filled: this rank has it · framed: it's on the other rank, or nowhere · hatched: from this rank's own images only"
+    "filled: this rank has it · outlined: it's on the other rank, or nowhere · hatched: from this rank's own images only"
 )
 
 
