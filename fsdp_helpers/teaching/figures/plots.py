@@ -153,19 +153,21 @@ def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequen
     return fig, axes
 
 
-def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> tuple[Figure, Axes]:
+def plot_peak_by_ranks(
+    peaks: Mapping[str, Mapping[int, int]], num_params: int, strategies: Mapping[str, str]
+) -> tuple[Figure, Axes]:
     """Draw peak bytes per parameter against the number of ranks.
 
-    There's one line per name: a strategy, or a variant of one ("ddp, lean"). The name is at the end of the line.
+    There's one line per name, which is written at its end, in the color of its strategy in `strategies`.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
-        strategies = [name.partition(",")[0] for name in peaks]
-        ends = []
+        used, ends = set(), []
         for place, (name, by_ranks) in enumerate(peaks.items()):
             sizes = [size / num_params for size in by_ranks.values()]
-            style = "--" if strategies[place] in strategies[:place] else "-"
-            look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLORS[strategies[place]]}
+            style = "--" if strategies[name] in used else "-"
+            used.add(strategies[name])
+            look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLORS[strategies[name]]}
             ax.plot(list(by_ranks), sizes, style, label=name, **look)
             ends.append((max(by_ranks), sizes[-1], name))
         last = max(x for x, _, _ in ends)

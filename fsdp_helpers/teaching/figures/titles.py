@@ -58,8 +58,8 @@ def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> 
     if there[least] == there[greatest]:
         return ""
     return (
-        f"Lowest on {count_ranks(most)}: {least}, {there[least] / num_params:.1f} bytes per parameter, "
-        f"{_percent(there[least] / there[greatest])} of {greatest}'s"
+        f"On {count_ranks(most)}, {least.replace(', ', ' with ')} peaks at {there[least] / num_params:.1f} bytes "
+        f"per parameter, {_percent(there[least] / there[greatest])} of {greatest}'s"
     )
 
 
