@@ -63,6 +63,18 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]], first: int = 1) -> tup
     return fig, ax
 
 
+def plot_distances(runs: Mapping[str, Sequence[float]], first: int) -> tuple[Figure, Axes]:
+    """Plot how far each run's loss is from the uninterrupted run's, one line per run; `first` is the first step."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        for (name, distances), marker in zip(runs.items(), cycle(MARKERS), strict=False):
+            ax.plot(range(first, first + len(distances)), distances, marker=marker, label=name)
+        ax.set(xlabel="step", ylabel="distance from the\nuninterrupted loss (nats)", ylim=(0, None))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.legend()
+    return fig, ax
+
+
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
     """Plot a row of digits (N, 1, 28, 28), each titled with its label or prediction: "7 ≠ 1" is a wrong prediction."""
     right = labels[: len(images)].tolist()
