@@ -19,7 +19,14 @@ from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RunRecord, StepTrace
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
+from fsdp_helpers.teaching.figures.style import (
+    LINE_PATTERNS,
+    MARKERS,
+    PEAK_COLOR,
+    SERIES_COLORS,
+    STRATEGY_COLORS,
+    figure_style,
+)
 from fsdp_helpers.teaching.figures.timelines import (
     draw_collectives,
     draw_copies,
@@ -102,6 +109,20 @@ def plot_memory_curve(
         draw_memory_curve(ax, curve)
         draw_notes(ax, curve, notes or {})
         ax.set(title=titled(peak_of_curve(curve), subject))
+    return fig, ax
+
+
+def plot_memory_curves(curves: Mapping[str, MemoryCurve], subject: str) -> tuple[Figure, Axes]:
+    """Plot the bytes allocated over several steps, one line each; every step fills the axis, whatever time it takes."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        for (name, curve), color in zip(curves.items(), SERIES_COLORS, strict=False):
+            times = [time_s / curve.times_s[-1] for time_s in curve.times_s]
+            sizes = [size / MB for size in curve.allocated_bytes]
+            label = f"{name}: peak {in_mb(curve.peak_bytes)} MB"
+            ax.plot(times, sizes, drawstyle="steps-post", color=color, label=label)
+        ax.set(xlabel="part of the step", ylabel="allocated (MB)", ylim=(0, None), title=titled("", subject))
+        ax.legend()
     return fig, ax
 
 
