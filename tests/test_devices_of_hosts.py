@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from faked_hosts import FAKED_HOST
-from fsdp_helpers.checkpointing.pretrained_folder import save_hugging_face
 from leftovers import PROJECT
+from pretrained import config_of_llama, save_hugging_face
 from take_home_workers import FOLDER
 from torchrun_jobs import SMALL, agents, torchrun_job
 
 from fsdp_helpers.models.llama import Llama
-from fsdp_helpers.models.shapes import LlamaShape, config_of_llama
+from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.teaching.lessons.torchruns import free_port
 
 SHAPE = LlamaShape(width=16, depth=1, num_heads=2, num_kv_heads=2, mlp_width=24, vocabulary=256, context=64)

@@ -51,6 +51,13 @@ def test_adam_keeps_two_moments_and_sgd_none(chapter):
     assert 8 * P <= chapter.value("curve[-1]") < 8.0016 * P
 
 
+def test_the_recorded_run_takes_the_steps_of_the_loop(chapter):
+    losses = chapter.value("losses") if chapter.run("cell-11") else []
+    settings = "global_batch_size=128, max_steps=6, train_images=TRAIN_IMAGES, test_images=100"
+    chapter.execute(f"recorded = train(TrainConfig(model='shallow', {settings}), world_size=1, device=DEVICE)")
+    assert chapter.value("recorded.step_losses") == pytest.approx(losses, abs=1e-3), "sums in a different order"
+
+
 def test_the_batch_sets_the_peak(chapter):
     losses(chapter)
     chapter.run("profiled")

@@ -41,13 +41,21 @@ def test_a_layer_that_is_not_resharded_keeps_its_weight(chapter):
     assert "it is [3, 2] again" in chapter.run("unit-looked-at", {"unit-looked-at": ("unit.reshard()\n", "")})
 
 
-def test_by_hand_equals_fully_shard_and_a_step_without_reshard_does_not(chapter):
+def test_by_hand_equals_fully_shard(chapter):
     chapter.run("cell-17")
     fully_shard = mean_losses(chapter)
     chapter.run("cell-13")
     assert mean_losses(chapter) == pytest.approx(fully_shard, abs=1e-5)
-    chapter.run("cell-13", {"cell-13": ("    unit.reshard()\n", "")})  # and the gradients stay, too, and add up
-    assert max(abs(a - b) for a, b in zip(mean_losses(chapter), fully_shard, strict=True)) > 1e-3
+
+
+def test_a_step_without_reshard_learns_the_same_and_holds_the_full_parameters(chapter):
+    chapter.run_all(["cell-13", "held-by-hand"])
+    losses = mean_losses(chapter)
+    assert chapter.value("ranks['in_model']") == [0, 0]
+    chapter.run_all(["cell-13", "held-by-hand"], {"cell-13": ("    unit.reshard()\n", "")})
+    assert mean_losses(chapter) == pytest.approx(losses, abs=1e-5)
+    assert chapter.value("ranks['in_model']") == [4 * P, 4 * P]
+    chapter.run_all(["cell-13", "held-by-hand"])
 
 
 def test_without_a_reduce_scatter_the_halves_are_no_all_reduce(chapter):
@@ -105,9 +113,29 @@ def test_one_unit_instead_of_two(chapter):
     assert list(chapter.value("ranks['two_units'][0]").values()) == [1, 1]
 
 
-def test_a_step_has_two_collectives_and_its_optimizer_none(chapter):
-    chapter.run_all(["cell-17", "comm-debug"])
-    assert list(chapter.value("ranks['one_unit'][0]").values()) == [1, 1]
+def test_a_norm_is_partial_until_the_full_tensor_is_asked_for(chapter):
+    chapter.run("cell-17")
+    chapter.run("dtensor")
+    chapter.execute("%%ranks\nterm, norm = weight.norm().item(), weight.norm().full_tensor().item()")
+    terms, norms = chapter.value("[ranks['term'], ranks['norm']]")
+    assert terms[0] != terms[1] and norms[0] == norms[1]
+    assert sum(term**2 for term in terms) ** 0.5 == pytest.approx(norms[0], rel=1e-5), "each rank's is of its shard"
+
+
+def test_without_a_root_the_ranks_drift_apart(chapter):
+    chapter.run_all(["cell-17", "habit-root"])
+    assert chapter.value("ranks['num_plain']") == [6, 6] and len(set(chapter.value("ranks['bias']"))) == 2
+    line = "fully_shard(model.fc1, mesh=mesh)  # and the root is forgotten\n"
+    fixed = f"{line}fully_shard(model, mesh=mesh)\n"
+    chapter.run("habit-root", {"habit-root": (line, fixed)})
+    assert chapter.value("ranks['num_plain']") == [0, 0]
+    whole_bias = "model.features[0].bias.full_tensor()[0].item()"
+    chapter.execute(
+        chapter.source("habit-root", {"habit-root": (line, fixed)}).replace(
+            "model.features[0].bias[0].item()", whole_bias
+        )
+    )
+    assert len(set(chapter.value("ranks['bias']"))) == 1
 
 
 # ---------------------------------------------------------------- what needs no rank

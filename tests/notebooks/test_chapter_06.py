@@ -51,21 +51,32 @@ def test_a_background_save_has_the_state_of_the_call(chapter):
     chapter.run("app-state")
     chapter.run("live-async")
     assert chapter.value("ranks['in_background']") == [True, True]
-    line = 'dcp.load({"training": AppState(model, optimizer, index)}, checkpoint_id=f"{folder}/background")\n'
+    line = 'dcp.load({"training": AppState(model, optimizer)}, checkpoint_id=f"{folder}/background")\n'
     chapter.run("live-async", {"live-async": (line, "")})  # two steps later
     assert chapter.value("ranks['in_background']") == [False, False]
 
 
-def test_a_parameter_without_a_gradient_so_far_is_no_obstacle(chapter):
-    chapter.run_all(["live-load", "app-state"])
-    chapter.execute("%%ranks\ndel optimizer.state[model.fc2.bias]  # as if it had had no gradient yet")
-    by_index = {"live-async": ("AppState(model, optimizer, index)", "AppState(model, optimizer)")}
-    assert "Missing key in checkpoint state_dict: training.optimizer." in failure(chapter, "live-async", by_index)
-    chapter.run("live-load")
-    chapter.execute("%%ranks\ndel optimizer.state[model.fc2.bias]")
-    chapter.run("live-async")
-    assert chapter.value("ranks['in_background']") == [True, True]
-    chapter.run("live-load")
+def test_a_parameter_without_a_gradient_so_far_needs_the_index(chapter):
+    """Five lines refuse its checkpoint; the listing below them, which asks the index, loads it."""
+    no_gradient = ("optimizer.step()\n", "model.fc2.bias.grad = None\n        optimizer.step()\n")
+    chapter.run_all(["live-loop", "live-save"], {"live-loop": no_gradient})
+    assert "Missing key in checkpoint state_dict: optimizer." in failure(chapter, "live-load", {})
+    chapter.execute(
+        "%%ranks\nfrom fsdp_helpers.teaching.lessons.saving_and_resuming import load_shards\n"
+        'model, optimizer = build(seed=1)\nload_shards(f"{folder}/first", model, optimizer)\n'
+        "resumed_losses = train_steps(model, optimizer, range(3, 6))"
+    )
+    assert chapter.value("ranks['resumed_losses'] == ranks['undisturbed']") is True
+    chapter.run_all(["live-loop", "live-save", "live-load"])
+
+
+def test_a_step_that_nobody_took_changes_the_losses(chapter):
+    chapter.run("accident-4")
+    as_it_is, ahead, cleared = chapter.value("list(ranks['counted'][0].values())")
+    assert as_it_is == cleared and as_it_is[0] == ahead[0] and all(map(float.__ne__, as_it_is[1:], ahead[1:]))
+    chapter.run("accident-4", {"accident-4": ("        optimizer.state.clear()\n", "        pass\n")})
+    as_it_is, ahead, kept = chapter.value("list(ranks['counted'][0].values())")
+    assert kept == ahead != as_it_is
 
 
 def test_a_plain_state_dict_loses_the_moments(chapter):
@@ -80,7 +91,7 @@ def test_cells_run_twice_show_the_same(chapter):
     ids = [cell_id for cell_id in chapter.ranks_cells() if cell_id != "accident-1"]
     shown = {cell_id: (chapter.run(cell_id), chapter.run(cell_id)) for cell_id in ids}
     assert {cell_id: both for cell_id, both in shown.items() if both[0] != both[1]} == {}
-    assert len(shown) == 10
+    assert len(shown) == 9
 
 
 @pytest.mark.long

@@ -4,10 +4,10 @@ import pytest
 from chapters import CellError, Chapter
 
 CELLS = [
-    *("second-step", "fsdp", "checkpointed", "other-order", "selective", "bf16", "masters", "dtypes"),
+    *("second-step", "fsdp", "checkpointed", "selective", "host", "bf16", "masters", "dtypes", "float8"),
     *("in-parts", "same-gradient", "by-parts", "clipping"),
 ]
-ASIDE = ("masters", "same-gradient")  # no other cell needs them
+ASIDE = ("masters", "same-gradient", "float8")  # no other cell needs them
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def peak_bytes(chapter, name):
 
 @pytest.mark.long
 def test_a_cell_run_again_gives_the_same_output(chapter):
-    ids = [*CELLS, "cell-43"]
+    ids = [*CELLS, "cell-43", "count-yourself", "uneven-rows"]
     assert chapter.ranks_cells() == ids
     chapter.run_twice(ids)
     assert chapter.others() == []
@@ -49,6 +49,26 @@ def test_without_the_wrapper_the_activations_stay(chapter):
     chapter.run("checkpointed", {"checkpointed": ("fully_shard(checkpoint_wrapper(block)", "fully_shard(block")})
     assert peak_bytes(chapter, "checkpointed_step") == pytest.approx(plain, rel=1e-3)
     assert plain > 1.2 * checkpointed
+
+
+def test_activations_on_the_host_leave_the_device(chapter):
+    assert chapter.value("ranks['host_losses'] == ranks['losses']") is True
+    peak = peak_bytes(chapter, "host_step")
+    assert peak < 0.8 * peak_bytes(chapter, "step")
+    keep = ("lambda array: torch.from_numpy(array).to(device, copy=True)", "lambda tensor: tensor")
+    source = chapter.source("host", {"host": keep}).replace(
+        "saved_tensors_hooks(to_host", "saved_tensors_hooks(lambda tensor: tensor"
+    )
+    chapter.execute(source)
+    assert peak_bytes(chapter, "host_step") > 1.2 * peak, "kept on the device"
+    chapter.run("host")
+
+
+def test_float8_needs_one_scale_for_all_ranks(chapter):
+    assert "'float8': '2.5% off'" in chapter.run("float8")
+    line = "dist.all_reduce(largest, dist.ReduceOp.MAX)  # one scale for the full tensor\n"
+    shown = chapter.run("float8", {"float8": (line, "largest = largest * (rank + 1)  # as if shards differed more\n")})
+    assert "'float8': '2.5% off'" not in shown
 
 
 def test_reduced_in_bf16_half_as_many_bytes_are_sent(chapter):
@@ -86,6 +106,27 @@ def test_a_gradient_that_is_not_that_of_the_batch(chapter, right_differences, li
         assert max(rank_0(chapter, "differences").values()) > 0.5
     finally:
         chapter.run("in-parts")
+
+
+def test_unequal_parts_are_off_unless_they_are_weighted(chapter):
+    """A quarter of the chapter's images: 8 per rank, in 3 parts of 3, 3 and 2."""
+    unequal = {"same-gradient": ('"reduced once": in_parts', '"reduced once": partial(in_parts, num_parts=3)')}
+    chapter.run("same-gradient", unequal)
+    assert rank_0(chapter, "differences")["reduced once"] > 0.01
+    weighted = {"in-parts": ("/ num_parts\n", "* len(part) / len(images)\n"), **unequal}
+    chapter.run_all(["in-parts", "same-gradient"], weighted)
+    assert rank_0(chapter, "differences")["reduced once"] < 1e-5
+    chapter.run("in-parts")
+
+
+def test_uneven_rows_are_padded_but_not_in_the_moments(chapter):
+    chapter.run_all(["count-yourself", "uneven-rows"])
+    assert chapter.value("ranks['sizes']") == [
+        {"weight": 12_000, "gradient": 12_000, "moment": 12_000},
+        {"weight": 12_000, "gradient": 12_000, "moment": 8_000},
+    ]
+    held, peak = chapter.value("[ranks['held'], ranks['peak']]")
+    assert held[0] - held[1] == 2 * 4_000 and all(map(int.__gt__, peak, held)), "a row less of two moments"
 
 
 def test_every_part_gathers_again(chapter):

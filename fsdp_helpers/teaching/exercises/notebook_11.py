@@ -1,6 +1,5 @@
-"""The exercise for notebook 11: diagnose runs with unnamed faults from the gallery."""
+"""The exercise for notebook 11: diagnose scripts of the field guide whose faults aren't named."""
 
-import inspect
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +7,16 @@ from string import ascii_lowercase
 
 from IPython.display import Markdown
 
+from fsdp_helpers.field_guide import BROKEN, SYMPTOMS, Card, cards
 from fsdp_helpers.teaching.exercises.answers import exercise, expect, expect_answered
-from fsdp_helpers.teaching.failures import gallery
-from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure
-from fsdp_helpers.teaching.failures.gallery import RUN, Seen
-from fsdp_helpers.teaching.page import cards
+from fsdp_helpers.teaching.run_failure import Outcome, run
 
+SHOWN = (  # in the chapter itself
+    *("hang-uneven-batches", "hang-local-decision", "hang-order", "wrong-forgotten-root", "wrong-summed-loss"),
+    *("wrong-sampler-padding", "wrong-metric-order", "crash-skipped-step", "memory-root-only", "slow-many-units"),
+    *("crash-connection-closed", "crash-mixed-tensor-dtensor"),
+)
 NUM_CASES = 5
-UNNAMED = "broken_run"
 NUM_FIXES = 8  # the right ones for the cases, and some that fix none of them
 
 Answer = tuple[str, str, str]  # symptom, cause, and the letter of the fix
@@ -23,10 +24,10 @@ Answer = tuple[str, str, str]  # symptom, cause, and the letter of the fix
 
 @dataclass(frozen=True)
 class Case:
-    """A run with an unnamed fault."""
+    """A run of a broken script whose fault isn't named."""
 
-    fault: Failure
-    seen: Seen
+    card: Card
+    seen: Outcome
 
     def __repr__(self) -> str:
         return "a case"  # finding its fault is up to the reader
@@ -49,42 +50,47 @@ class Draw:
 
 
 def as_markdown(number: int, case: Case) -> str:
-    """Return a case as the reader sees it: the code, the run's output and, if the run finished, the right numbers."""
-    text = without_name(cards.as_text(case.seen), case.fault)
-    if case.seen.numbers:
-        text += f"\nright: {cards.in_words(case.fault.right())}"
-    return f"**Case {number}**\n\n```python\n{code_of(case.fault)}\n```\n\n```text\n{text}\n```"
+    """Return a case as the reader sees it: the script without its marks, and what its ranks said."""
+    said = "\n".join(["\n".join(case.seen.errors), case.seen.printed]).strip().replace(case.card.name, "script")
+    return f"**Case {number}**\n\n```python\n{code_of(case.card)}\n```\n\n```text\n{said}\n```"
 
 
-def code_of(fault: Failure) -> str:
-    """Return the code of a broken run, without the name that would give the fault away."""
-    return without_name(inspect.getsource(fault.broken), fault).rstrip()
+def code_of(card: Card) -> str:
+    """Return a broken script without what would give its fault away: its card, and the marks of broken lines."""
+    lines = [line for line in card.script(broken=True).splitlines() if "# fixed: " not in line]
+    return "\n".join(BROKEN.sub("", line) for line in lines).strip()
 
 
-def without_name(text: str, fault: Failure) -> str:
-    return text.replace(fault.broken.__name__, UNNAMED)
+def unseen_cards() -> list[Card]:
+    """Return the cards that have a script, and that the chapter doesn't show."""
+    return [card for card in cards().values() if card.code and card.name not in SHOWN]
 
 
 def draw(seed: int | None = None, num_cases: int = NUM_CASES) -> Draw:
-    """Draw faults from the gallery and run them; without a seed, each call draws different faults."""
+    """Draw scripts and run them on two CPU ranks; without a seed, each call draws different ones."""
     dice = random.Random(seed)
-    faults = dice.sample(RUN, num_cases)
-    others = [failure.fix for failure in RUN if failure not in faults]
-    fixes = [fault.fix for fault in faults] + dice.sample(others, max(0, NUM_FIXES - num_cases))
+    drawn = dice.sample(unseen_cards(), num_cases)
+    others = [card for card in unseen_cards() if card not in drawn]
+    chosen = drawn + dice.sample(others, max(0, NUM_FIXES - num_cases))
+    fixes = [card.part("The fix") for card in chosen]
     dice.shuffle(fixes)
-    cases = tuple(Case(fault, gallery.run_broken(fault)) for fault in faults)
+    cases = tuple(Case(card, run("script", card.script(broken=True))) for card in drawn)
     return Draw(cases, dict(zip(ascii_lowercase, fixes, strict=False)))
 
 
 def causes() -> Markdown:
     """Return lists of the symptoms and causes that an answer can name."""
     symptoms = ", ".join(f"`{symptom}` ({words})" for symptom, words in SYMPTOMS.items())
-    names = ", ".join(f"`{name}`" for name in sorted({cause_of(failure) for failure in RUN}))
+    names = ", ".join(f"`{name}`" for name in sorted({cause_of(card) for card in unseen_cards()}))
     return Markdown(f"**Symptoms:** {symptoms}\n\n**Causes:** {names}")
 
 
-def cause_of(failure: Failure) -> str:
-    return failure.name.partition("-")[2]
+def symptom_of(card: Card) -> str:
+    return card.name.partition("-")[0]
+
+
+def cause_of(card: Card) -> str:
+    return card.name.partition("-")[2]
 
 
 @exercise("11")
@@ -105,10 +111,11 @@ def check_case(number: int, case: Case, answer: Answer, fixes: Mapping[str, str]
     """Raise NotYet for the first wrong symptom, cause or fix, without revealing the right one."""
     symptom, cause, letter = answer
     expect(symptom in SYMPTOMS, f"case {number}: {symptom!r} isn't one of the symptoms {', '.join(SYMPTOMS)}")
-    expect(symptom == case.fault.symptom, f"case {number}: that isn't this case's symptom; read the output again")
-    known = [cause_of(failure) for failure in RUN]
+    expect(symptom == symptom_of(case.card), f"case {number}: that isn't this case's symptom; read the output again")
+    known = [cause_of(card) for card in unseen_cards()]
     expect(cause in known, f"case {number}: {cause!r} isn't one of the causes in the list")
-    wrong_cause = f"case {number}: `{cause}` looks different; compare *How to tell* on the cards for this symptom"
-    expect(cause == cause_of(case.fault), wrong_cause)
+    wrong_cause = f"case {number}: `{cause}` looks different; compare *How to tell* in the files for this symptom"
+    expect(cause == cause_of(case.card), wrong_cause)
     expect(letter in fixes, f"case {number}: {letter!r} isn't one of the letters {', '.join(fixes)}")
-    expect(fixes[letter] == case.fault.fix, f"case {number}: the cause is right, but fix {letter} doesn't address it")
+    right = fixes[letter] == case.card.part("The fix")
+    expect(right, f"case {number}: the cause is right, but fix {letter} doesn't address it")

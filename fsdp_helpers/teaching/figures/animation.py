@@ -353,7 +353,7 @@ def _fixed(step: UnitTrace) -> Iterator[str]:
         yield _text(8, (147, 264)[rank], f"rank {rank}", 'font-weight="600"')
     yield from _lanes(step)
     yield from _curve(step)
-    key = "filled: this rank has it · framed: it doesn't · hatched: gradients from its own images only · area: bytes"
+    key = "filled: this rank has it · outlined: it doesn't · hatched: gradients from its own images only · area: bytes"
     yield _text(LEFT, HEIGHT - 12, key, 'style="font-size:12px"')
 
 

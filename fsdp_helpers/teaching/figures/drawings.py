@@ -61,9 +61,7 @@ DDP_STEP = (
 )
 STEPS = {"DDP": DDP_STEP, "FSDP": FSDP_STEP}
 ROWS = ("parameters", "gradients", "optimizer")
-KEY = (
-    "filled: this rank has it · framed: it's on the other rank, or nowhere · hatched: from this rank's own images only"
-)
+KEY = "filled: this rank has it · outlined: it's on the other rank, or nowhere · hatched: from this rank's own images only"
 
 
 def draw_step(strategy: str, num_ranks: int = 2) -> tuple[Figure, Axes]:

@@ -19,7 +19,14 @@ from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RunRecord, StepTrace
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.style import LINE_PATTERNS, MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
+from fsdp_helpers.teaching.figures.style import (
+    LINE_PATTERNS,
+    MARKERS,
+    PEAK_COLOR,
+    SERIES_COLORS,
+    STRATEGY_COLORS,
+    figure_style,
+)
 from fsdp_helpers.teaching.figures.timelines import (
     draw_collectives,
     draw_copies,
@@ -63,6 +70,18 @@ def plot_step_losses(runs: Mapping[str, Sequence[float]], first: int = 1) -> tup
     return fig, ax
 
 
+def plot_distances(runs: Mapping[str, Sequence[float]], first: int) -> tuple[Figure, Axes]:
+    """Plot how far each run's loss is from the uninterrupted run's, one line per run; `first` is the first step."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        for (name, distances), marker in zip(runs.items(), cycle(MARKERS), strict=False):
+            ax.plot(range(first, first + len(distances)), distances, marker=marker, label=name)
+        ax.set(xlabel="step", ylabel="distance from the\nuninterrupted loss (nats)", ylim=(0, None))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.legend()
+    return fig, ax
+
+
 def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = None) -> tuple[Figure, Axes]:
     """Plot a row of digits (N, 1, 28, 28), each titled with its label or prediction: "7 ≠ 1" is a wrong prediction."""
     right = labels[: len(images)].tolist()
@@ -90,6 +109,20 @@ def plot_memory_curve(
         draw_memory_curve(ax, curve)
         draw_notes(ax, curve, notes or {})
         ax.set(title=titled(peak_of_curve(curve), subject))
+    return fig, ax
+
+
+def plot_memory_curves(curves: Mapping[str, MemoryCurve], subject: str) -> tuple[Figure, Axes]:
+    """Plot the bytes allocated over several steps, one line each; every step fills the axis, whatever time it takes."""
+    with figure_style():
+        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
+        for (name, curve), color in zip(curves.items(), SERIES_COLORS, strict=False):
+            times = [time_s / curve.times_s[-1] for time_s in curve.times_s]
+            sizes = [size / MB for size in curve.allocated_bytes]
+            label = f"{name}: peak {in_mb(curve.peak_bytes)} MB"
+            ax.plot(times, sizes, drawstyle="steps-post", color=color, label=label)
+        ax.set(xlabel="part of the step", ylabel="allocated (MB)", ylim=(0, None), title=titled("", subject))
+        ax.legend()
     return fig, ax
 
 
@@ -153,19 +186,21 @@ def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequen
     return fig, axes
 
 
-def plot_peak_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> tuple[Figure, Axes]:
+def plot_peak_by_ranks(
+    peaks: Mapping[str, Mapping[int, int]], num_params: int, strategies: Mapping[str, str]
+) -> tuple[Figure, Axes]:
     """Draw peak bytes per parameter against the number of ranks.
 
-    There's one line per name: a strategy, or a variant of one ("ddp, lean"). The name is at the end of the line.
+    There's one line per name, which is written at its end, in the color of its strategy in `strategies`.
     """
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
-        strategies = [name.partition(",")[0] for name in peaks]
-        ends = []
+        used, ends = set(), []
         for place, (name, by_ranks) in enumerate(peaks.items()):
             sizes = [size / num_params for size in by_ranks.values()]
-            style = "--" if strategies[place] in strategies[:place] else "-"
-            look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLORS[strategies[place]]}
+            style = "--" if strategies[name] in used else "-"
+            used.add(strategies[name])
+            look = {"marker": MARKERS[place % len(MARKERS)], "color": STRATEGY_COLORS[strategies[name]]}
             ax.plot(list(by_ranks), sizes, style, label=name, **look)
             ends.append((max(by_ranks), sizes[-1], name))
         last = max(x for x, _, _ in ends)

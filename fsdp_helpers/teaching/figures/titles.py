@@ -57,8 +57,8 @@ def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> 
     if there[least] == there[greatest]:
         return ""
     return (
-        f"Lowest on {format_count(most, 'rank')}: {least}, {there[least] / num_params:.1f} bytes per parameter, "
-        f"{_percent(there[least] / there[greatest])} of {greatest}'s"
+        f"On {format_count(most, 'rank')}, {least.replace(', ', ' with ')} peaks at {there[least] / num_params:.1f} bytes "
+        f"per parameter, {_percent(there[least] / there[greatest])} of {greatest}'s"
     )
 
 

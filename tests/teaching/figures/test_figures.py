@@ -179,8 +179,15 @@ CASES = {
     "step": Case(plots.plot_step, ([TRACE] * 2, "One step"), ("In 3 collectives", "reduce_scatter 50", "40 at 100")),
     "peak by ranks": Case(
         plots.plot_peak_by_ranks,
-        ({"ddp": {1: 30 * MB, 2: 25 * MB}, "ddp, lean": {1: 30 * MB, 2: 20 * MB}}, 2 * MB),
-        ("Lowest on 2 ranks: ddp, lean, 10.0 bytes per parameter, 80% of ddp's", "ddp, lean: 15 at 1, 10 at 2."),
+        (
+            {"DDP": {1: 30 * MB, 2: 25 * MB}, "FSDP2, one unit": {1: 30 * MB, 2: 20 * MB}},
+            2 * MB,
+            {"DDP": "ddp", "FSDP2, one unit": "fsdp"},
+        ),
+        (
+            "On 2 ranks, FSDP2 with one unit peaks at 10.0 bytes per parameter, 80% of DDP's",
+            "FSDP2, one unit: 15 at 1, 10 at 2.",
+        ),
     ),
     "ladder": Case(
         plots.plot_ladder,
