@@ -16,7 +16,6 @@ unless full gradients fit in memory.
 
 - memory grows with gradient_accumulation_steps under FSDP
 - gradient accumulation needs more memory with FSDP than without
-- `CUDA out of memory. Tried to allocate` (torch's CUDACachingAllocator.cpp)
 """
 
 import torch

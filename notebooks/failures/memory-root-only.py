@@ -17,7 +17,6 @@ this package's `trace_collectives`.
 
 - FSDP uses as much memory as DDP; no memory reduction with more GPUs; out of memory although sharded
 - FSDP takes more memory than expected, or has the same memory usage as without it
-- `CUDA out of memory. Tried to allocate` (torch's CUDACachingAllocator.cpp)
 """
 
 import torch

@@ -29,8 +29,8 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 downloads = Path("downloads")  # in the current folder, which all ranks share
 
+# fixed: if rank == 0:
 if True:  # broken: every rank
-    # fixed: if rank == 0:
     downloads.mkdir(exist_ok=True)
     (downloads / f"by-rank-{rank}").write_text("the data")
 dist.barrier()
