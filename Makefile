@@ -10,6 +10,7 @@
 # make test-tools   install transformers and accelerate beside it, and run what compares 13 and 14 with them
 # make test-tools-long their long evidence: kills, eight ranks, every model on three
 # make test-oldest  install the oldest versions that are allowed beside it, and run the tests with them
+# make failures     list the scripts of notebooks/failures/ in its README
 # make run          install, then run every notebook and keep its outputs   (NOTEBOOKS="03 09" for some of them)
 # make handouts     the notebooks on paper, without solutions, in handouts/   (NOTEBOOKS="03 09", HANDOUT_ARGS=--solutions)
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
@@ -113,6 +114,9 @@ $(RUNS): export PET_LOG_DIR := /dev/null
 
 lab: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers lab $(if $(ORIGINALS),,--copies '$(WORK)') $(LAB_ARGS)
+
+failures:
+	$(PYTHON) -m fsdp_helpers.field_guide
 
 reset:
 	$(PYTHON) -m fsdp_helpers.cli.lab.working_copies '$(WORK)' --reset '$(NOTEBOOK)'

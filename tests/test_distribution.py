@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from leftovers import PROJECT
 
+from fsdp_helpers.field_guide import FOLDER
+
 NEEDED_FOR_A_WHEEL = ("pyproject.toml", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
@@ -26,13 +28,15 @@ def test_a_wheel_holds_every_room(tmp_path):
         shutil.copy(PROJECT / name, tmp_path)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PROJECT / "fsdp_helpers", tmp_path / "fsdp_helpers", ignore=ignored)
-    (tmp_path / "notebooks").mkdir()  # a folder beside the package, which a wheel leaves out
+    shutil.copytree(FOLDER, tmp_path / "notebooks" / "failures", ignore=ignored)
+    (tmp_path / "notebooks" / "take_home").mkdir()  # a folder beside the package, which a wheel leaves out
     command = [sys.executable, "-c", BUILD, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == files()
+    guide = {f"fsdp_helpers/failures/{path.name}" for path in FOLDER.iterdir() if path.is_file()}
+    assert held == files() | guide and len(guide) > 30
 
 
 def tree_of(text: str) -> list[str]:

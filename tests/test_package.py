@@ -23,9 +23,18 @@ FLOORS = (
     {"sharding", "checkpointing"},
     {"ranks", "planning"},
     {"models", "data"},
-    {"config", "records", "quantities", "gpus", "notebook", "progress"},  # what all rooms share
+    {
+        "config",
+        "records",
+        "quantities",
+        "field_guide",
+        "card_search",
+        "gpus",
+        "notebook",
+        "progress",
+    },  # what all rooms share
 )
-WITHOUT_TORCH = ("planning", "config", "records", "quantities", "models.shapes")
+WITHOUT_TORCH = ("planning", "config", "records", "quantities", "field_guide", "card_search", "models.shapes")
 
 
 def module_name(path: Path) -> str:

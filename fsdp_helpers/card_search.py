@@ -1,0 +1,162 @@
+"""Find the cards that match a message: those that quote it, then those with its words (SQLite's full-text search)."""
+
+import math
+import re
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from fsdp_helpers.field_guide import Card
+
+MOST_CARDS = 3
+SHORTEST_QUOTE = 8  # characters
+WEIGHTS = (0, 3, 4, 1)  # of a word in a card's name, title, rows under "Also seen as", and explanation
+FEWEST_WORDS, LEAST_SCORE = 3, 5.0  # that a guess and a message have in common, and its BM25; less may be a coincidence
+LAST_CHARACTERS = 2000  # of a long output, whose words are compared
+WORD = re.compile(r"[a-z_][a-z0-9_.]*[a-z0-9_]|[a-z]")
+COMMON = frozenset(
+    "a an and are as at be but by for from in into is it its me my not of on or our so than that the their then there "
+    "they this to was we were when while with you your has have had i if no do does did can error runtimeerror file "
+    "line torch py module name named use using used get got will would which any some also just only after before all "
+    "try trying way how what why like same issue problem code run running set please help cannot import importerror out".split()
+)
+# Without one of these, a message isn't about training on several processes, unless a card quotes it.
+FIELD = re.compile(
+    r"\b(fsdp\w*|fully_?shard\w*|ddp|dtensors?|shard\w*|nccl\w*|gloo|torch(run|elastic)?|\w*distributed\w*|ranks?|\w*gpus?|"
+    r"cuda|nodes?|slurm|epochs?|batch\w*|loss(es)?|grad(ient)?s?|norm|train(ed|ing|er|s)?|resum\w+|checkpoint\w*|models?|"
+    r"optimizers?|tensors?|parameters?|layers?|lora|accuracy|learning rate|validation|evaluation|dataset|sampler|\w*loader|oom)\b(?!\.py)"
+)
+EXCEPTION = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception))(?=:|\(|$)", re.MULTILINE)
+# Any bug of a model says these, too. With a second sign, sharding is the likely cause.
+ORDINARY = re.compile(
+    r"must match the size of tensor b|mat1 and mat2 shapes|error\(s\) in loading state_dict|size mismatch|"
+    r"cuda kernel errors might be asynchronously reported"
+)
+SECOND_SIGN = re.compile(
+    r"dtensor|fsdp|shard|\bmodule\.(?!py\b)|_orig_mod|optim|\bddp\b|distributed|nccl|\brank ?\d|world_size|parallel"
+)
+# Their messages accompany those of other cards, which tell more.
+ACCOMPANYING = ("crash-no-traceback", "crash-nccl-system-error", "slow-threads")
+EXIT_CODE = re.compile(r"\b(?:exit|return)[ -]?(?:code|status)\s*[:=]?\s*(-?\d+)")
+OUT_OF_MEMORY, OOM_FRAGMENTED = "memory-activations", "memory-fragmented"  # the general card, and that of one cause
+LEAST_FRAGMENTED = 0.1  # of a GPU's memory, reserved by PyTorch but unallocated
+SIZE = r"([\d.]+) ([KMG])iB"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A card that matches a message, and the card's longest phrase in it: "" if only words match."""
+
+    card: Card
+    quote: str = ""
+
+
+class Index:
+    """The cards in a full-text index in memory, with English stems and BM25 scores."""
+
+    def __init__(self, cards: Mapping[str, Card]) -> None:
+        self.cards, self.names_with, self.database = cards, cache(self._names_with), sqlite3.connect(":memory:")
+        phrases = [(card.name, phrase) for card in cards.values() for phrase in (card.title, *card.messages())]
+        self.phrases = [(*row, normalized(row[1])) for row in phrases if len(row[1]) >= SHORTEST_QUOTE]
+        self.everything = "\n".join(card.text for card in cards.values())
+        stems = "porter unicode61 tokenchars '_'"
+        self.database.execute(
+            f'create virtual table card using fts5(name unindexed, title, seen, text, tokenize="{stems}")'
+        )
+        for card in cards.values():
+            explanation = "\n".join(map(card.part, ("Why", "How to tell", "The fix")))
+            row = card.name, card.title, "\n".join(card.rows()), explanation
+            self.database.execute("insert into card values (?, ?, ?, ?)", row)
+
+    def find(self, text: str) -> list[Match]:
+        """Return at most three cards, best first: those that quote the text, then those that have its words."""
+        quotes = self.quotes(text)
+        scores = self.scores(text) if quotes or self.is_of_the_field(text) else {}
+        phrases = {name: " ".join(found) for name, found in quotes.items()}
+        told = {name: sum(map(self.rarity, words_of(phrase))) for name, phrase in phrases.items()}
+        quoted = sorted(told, key=lambda name: (place(name), -told[name] - 0.2 * scores.get(name, 0.0)))
+        guesses = sorted(scores.keys() - told.keys(), key=scores.get, reverse=True)
+        names = [*quoted, *guesses][:MOST_CARDS]
+        return [Match(self.cards[name], max(quotes.get(name, [""]), key=len)) for name in names]
+
+    def quotes(self, text: str) -> dict[str, list[str]]:
+        """Return each card's phrases that occur in the text, apart from numbers and spaces."""
+        whole, found = normalized(text), defaultdict(list)
+        for name, phrase, searched in self.phrases:
+            if searched in whole:
+                found[name].append(phrase)
+        if unallocated_share(text) < LEAST_FRAGMENTED:
+            found.pop(OOM_FRAGMENTED, None)
+        return found
+
+    def scores(self, text: str) -> dict[str, float]:
+        """Return the BM25 scores of the cards that have enough of the text's words."""
+        words = words_of(text[-LAST_CHARACTERS:])
+        query = " OR ".join(f'"{word}"' for word in words) or '""'
+        select = f"select name, -bm25(card, {', '.join(map(str, WEIGHTS))}) from card where card match ?"
+        scores = dict(self.database.execute(select, (query,)))
+        shared = Counter(name for word in words for name in self.names_with(word))
+        return {name: score for name, score in scores.items() if shared[name] >= FEWEST_WORDS and score >= LEAST_SCORE}
+
+    def is_of_the_field(self, text: str) -> bool:
+        """Return False for a text without a word of the field, or whose exceptions are on no card."""
+        raised = set(EXCEPTION.findall(text))
+        return bool(FIELD.search(text.lower())) and (not raised or any(self.is_known(name) for name in raised))
+
+    def is_known(self, exception: str) -> bool:
+        """Return whether a card names an exception, which is Python's own or comes from a library that a card names."""
+        library, name = exception.partition(".")[0], exception.rpartition(".")[2]
+        said = self.everything
+        return bool(re.search(rf"\b{name}\b", said) and re.search(rf"\b{library}\b", said))
+
+    def rarity(self, word: str) -> float:
+        """Return how much a word tells: the fewer cards have it, the more."""
+        return math.log(1 + len(self.cards) / max(1, len(self.names_with(word))))
+
+    def _names_with(self, word: str) -> frozenset[str]:
+        found = self.database.execute("select name from card where card match ?", (f'"{word}"',))
+        return frozenset(name for (name,) in found)
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words in a text, each once, without numbers and very common words."""
+    return [word for word in dict.fromkeys(WORD.findall(text.lower())) if word not in COMMON]
+
+
+def normalized(text: str) -> str:
+    """Return the text in lowercase, with single spaces, exit codes as in Python, and # for all other numbers."""
+    text = EXIT_CODE.sub(lambda found: f"exit code {signal_of(int(found[1]))}", " ".join(text.lower().split()))
+    return re.sub(r"(?<![-\d])(?<!exit code )(?<!errno )\d+|(?<=-)\d{3,}", "#", text)
+
+
+def signal_of(code: int) -> int:
+    """Return an exit code in Python's form: -9 for the shell's 137, which is 128 plus the signal."""
+    return 128 - code if 128 < code < 160 else code
+
+
+def place(name: str) -> int:
+    """Return where a quoted card stands: a cause comes before what is said of every lack of memory, or with any error."""
+    return 2 if name in ACCOMPANYING else 1 if name == OUT_OF_MEMORY else 0
+
+
+def unallocated_share(text: str) -> float:
+    """Return how much of a GPU's memory PyTorch had reserved but not allocated, according to an out-of-memory message."""
+    total = bytes_in(text, f"total capaci?ty of {SIZE}|{SIZE} total capacity")
+    idle = bytes_in(text, f"{SIZE} is reserved by PyTorch but unallocated")
+    if not idle:  # before PyTorch 2.0
+        idle = bytes_in(text, f"{SIZE} reserved in total") - bytes_in(text, f"{SIZE} already allocated")
+    return idle / total if total else 0.0
+
+
+def bytes_in(text: str, pattern: str) -> float:
+    """Return the size, in bytes, that a pattern finds in a text; 0 if there's none."""
+    found = re.search(pattern, text)
+    number, unit = [group for group in found.groups() if group] if found else ("0", "K")
+    return float(number) * 2 ** {"K": 10, "M": 20, "G": 30}[unit]
+
+
+def is_ordinary(text: str) -> bool:
+    """Return whether any bug says this, and there's no second sign that sharding is the cause."""
+    return bool(ORDINARY.search(text.lower())) and not SECOND_SIGN.search(text.lower())
