@@ -18,9 +18,9 @@ optimizer. If you need a copy, build a second model and call `load_state_dict` o
 
 - deepcopy of an FSDP model for EMA fails
 - adding tokens or layers after FSDP fails
-- `Cannot writeback when the`
-- `FSDP does not support deepcopy. Please use state dict for serialization`, `Only Tensors created explicitly by the user
-  (graph leaves) support the deepcopy protocol` (a run on the CPU)
+- `Cannot writeback`
+- `FSDP does not support deepcopy`, `Only Tensors created explicitly by the user (graph leaves) support the deepcopy
+  protocol` (a run on the CPU)
 - `invalid gradient at index 1 - got [0] but expected shape compatible with` (torch's engine.cpp)
 - `FSDP does not support changing the parameters between forward and backward`, `Expects tensor to be on the compute
   device` (torch/distributed/fsdp/_flat_param.py)

@@ -19,7 +19,7 @@ frozen model in DDP.
 
 - LoRA with gradient checkpointing fails in backward
 - DDP refuses a frozen model
-- `element 0 of tensors does not require grad and does not have a grad_fn`
+- `does not require grad and does not have a grad_fn`
 - `None of the inputs have requires_grad=True. Gradients will be None`, `DistributedDataParallel is not needed when a
   module` (a run on the CPU)
 """

@@ -30,7 +30,8 @@ and don't make a unit of a module that isn't always used.
 - `` Invalid: ``_post_backward_hook_state`` ``, `` Expects `BACKWARD_PRE` or `BACKWARD_POST` state but got ``, `` The
   `grad_fn` is needed to access the `AccumulateGrad` and register the post-backward hook ``, `HandleTrainingState.IDLE`
   (torch/distributed/fsdp/_runtime_utils.py)
-- `Forward order differs across ranks` (torch/distributed/fsdp/_exec_order_utils.py)
+- `Forward order differs across ranks`, `Expected to not all-gather any more parameters`
+  (torch/distributed/fsdp/_exec_order_utils.py)
 - `Cannot manually unshard parameters during forward/backward`, `Expects the handle training to be IDLE`
   (torch/distributed/fsdp/_unshard_param_utils.py)
 - `Cannot set version_counter for inference tensor` (torch's TensorImpl.cpp)
