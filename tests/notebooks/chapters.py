@@ -38,6 +38,17 @@ def read_chapter(number: str) -> NotebookNode:
     return nbformat.read(path, as_version=4)
 
 
+def headings(path: Path) -> set[str]:
+    """Return the anchors of a notebook's headings, as JupyterLab makes them."""
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    unfolded = re.sub(r"<details>.*?</details>|```.*?```", "", text, flags=re.DOTALL)
+    return {
+        name.strip().replace("`", "").replace(" ", "-")
+        for name in re.findall(r"^#{1,4} (.+)$", unfolded, flags=re.MULTILINE)
+    }
+
+
 def body(notebook: NotebookNode) -> list[NotebookNode]:
     """All cells above the exercises."""
     cells = notebook.cells
