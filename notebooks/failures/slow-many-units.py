@@ -28,8 +28,8 @@ mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
 blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2)]
 model, images = nn.Sequential(*blocks), torch.randn(4, 8)
 
-for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:  # broken
 # fixed: for layer in model:
+for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:  # broken
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 

@@ -17,7 +17,7 @@ from leftovers import PROJECT, SESSION_VARIABLE
 from nbformat import NotebookNode
 
 NOTEBOOKS = PROJECT / "notebooks"
-FOLDERS = ("cluster", "failures", "images", "reference", "take_home")  # what a cell may open; files that it writes are its own
+FOLDERS = ("cluster", "failures", "images", "reference", "take_home")  # what a cell may open
 PATIENCE_S = 180.0  # for one cell, on a busy machine
 RANKS = "%%ranks"
 FILE = re.compile(r"%%writefile\s+(?:-a\s+)?(\S+\.py)\s*$")
