@@ -33,3 +33,4 @@ for name in names:
     dist.all_reduce(metrics[name])
 sums = {name: metric.item() for name, metric in metrics.items()}
 assert sums == right, f"the sums are {sums} instead of {right} on rank {rank}"
+dist.destroy_process_group()

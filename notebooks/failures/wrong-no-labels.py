@@ -47,3 +47,4 @@ dist.all_reduce(mean)
 norm, right = model.weight.grad.full_tensor().norm(), alone.weight.grad.norm()
 seen, right = [f"{loss:.3f} and {norm:.3f}" for loss, norm in ((mean, norm), (loss_alone, right))]
 assert seen == right, f"the loss and the norm of the gradient are {seen} instead of {right}"
+dist.destroy_process_group()

@@ -32,3 +32,4 @@ mine = list(DistributedSampler(range(5), world_size, rank, shuffle=False))  # br
 count = torch.tensor(len(mine))
 dist.all_reduce(count)
 assert count == 5, f"{count} images were evaluated instead of 5"
+dist.destroy_process_group()

@@ -32,3 +32,4 @@ for epoch in range(2):
     shuffled = torch.randperm(8, generator=torch.Generator().manual_seed(epoch)).tolist()
     right.append(shuffled[rank::world_size])
 assert orders == right, f"rank {rank} gets the images {orders} instead of {right}"
+dist.destroy_process_group()
