@@ -14,7 +14,18 @@ from typing import Any
 from fsdp_helpers.planning.network import Network
 from fsdp_helpers.planning.peak import Step
 from fsdp_helpers.planning.profile import ROOT
-from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, COPIES, Span, Task, busy_s, length_s, run_tasks
+from fsdp_helpers.planning.streams import (
+    ARITHMETIC,
+    COMMUNICATION,
+    COPIES,
+    FROM_HOST,
+    TO_HOST,
+    Span,
+    Task,
+    busy_s,
+    length_s,
+    run_tasks,
+)
 from fsdp_helpers.planning.traffic import step_range_s
 
 # A block's forward has about fifty kernels, and the host takes 5 to 20 µs to launch each: up to a millisecond in all.
@@ -48,7 +59,7 @@ class Speed:
     network: Network
     shards: int  # ranks that share one copy of the state
     replicas: int  # number of copies; with DDP, each rank has one
-    host_bytes_per_s: float | None = None  # to and from the host, if it keeps the shards
+    host_bytes_per_s: float = float("inf")  # to and from the host, if it keeps the shards
     optimizer_s: float = 0.0
     spread: float | None = None  # how far published runs on a named device are above or below the estimate
 
@@ -103,10 +114,11 @@ class _Seconds:
         if task.queue == ARITHMETIC:
             share = task.amount / self._shares[task.what, task.unit]
             return share * self._factor[task.what] * self._flops[task.unit] / speed.flops_per_s
+        if task.what in (FROM_HOST, TO_HOST):
+            return task.amount / speed.host_bytes_per_s
         if task.what == "all_reduce":
             return speed.network.seconds(task.what, task.amount, speed.replicas, stride=speed.shards)
-        from_host_s = task.amount / speed.shards / speed.host_bytes_per_s if speed.host_bytes_per_s else 0.0
-        return from_host_s + speed.network.seconds(task.what, task.amount, speed.shards)
+        return speed.network.seconds(task.what, task.amount, speed.shards)
 
 
 def flops_by_unit(unit_flops: Mapping[str, float], units: set[str]) -> Counter[str]:
