@@ -192,8 +192,7 @@ def _let_gpu_catch_up() -> None:
 def _wait_for(result: object) -> None:
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.ScriptObject):
-            work = dist.Work.unbox(leaf)  # None if the collective is synchronous and runs on the current CUDA stream
-            if work is not None:
+            if (work := dist.Work.unbox(leaf)) is not None:  # NCCL returns none if it runs on the current stream
                 work.wait()
         elif isinstance(leaf, Tensor):
             # It's a functional collective's result. For c10d's tensors, there's nothing to wait for.

@@ -360,6 +360,6 @@ def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
     value_bytes = PRECISIONS[settings.precision].kept
     state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
     moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes
-    offloaded = settings.strategy == "fsdp-offload"
-    rate = cluster.host_update_bytes_per_s if offloaded else cluster.memory_bytes_per_s
+    on_host = settings.strategy == "fsdp-offload"
+    rate = cluster.host_update_bytes_per_s if on_host else cluster.memory_bytes_per_s
     return moved_bytes / rate if rate else 0.0

@@ -14,18 +14,7 @@ from typing import Any
 from fsdp_helpers.planning.network import Network
 from fsdp_helpers.planning.peak import Step
 from fsdp_helpers.planning.profile import ROOT
-from fsdp_helpers.planning.streams import (
-    ARITHMETIC,
-    COMMUNICATION,
-    COPIES,
-    FROM_HOST,
-    TO_HOST,
-    Span,
-    Task,
-    busy_s,
-    length_s,
-    run_tasks,
-)
+from fsdp_helpers.planning.streams import ARITHMETIC, COMMUNICATION, COPIES, Span, Task, busy_s, length_s, run_tasks
 from fsdp_helpers.planning.traffic import step_range_s
 
 # A block's forward has about fifty kernels, and the host takes 5 to 20 µs to launch each: up to a millisecond in all.
@@ -114,7 +103,7 @@ class _Seconds:
         if task.queue == ARITHMETIC:
             share = task.amount / self._shares[task.what, task.unit]
             return share * self._factor[task.what] * self._flops[task.unit] / speed.flops_per_s
-        if task.what in (FROM_HOST, TO_HOST):
+        if task.ranks == 1:  # a copy of its own shard, from or to the host
             return task.amount / speed.host_bytes_per_s
         if task.what == "all_reduce":
             return speed.network.seconds(task.what, task.amount, speed.replicas, stride=speed.shards)

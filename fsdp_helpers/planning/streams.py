@@ -1,9 +1,8 @@
 """Put a GPU's communication and arithmetic on a timeline, as queues that run in parallel. No torch import.
 
 Arithmetic runs in one queue and collectives in another, so both can be busy at the same time if an all-gather starts
-early enough. A third queue has whatever follows a reduction: hybrid sharding's all-reduces across the copies of the
-state, which have their own ring, and offloaded gradients' way to the host. The other costs on a real GPU (kernel
-launches, copies within the device) are left out.
+early enough. A third queue follows reductions: hybrid sharding's all-reduces across the copies of the state, in their
+own ring, and copies of gradients to the host. Other costs (kernel launches, copies within the device) are left out.
 """
 
 from collections.abc import Callable, Iterable
@@ -54,8 +53,7 @@ def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> lis
         if task.queue == ARITHMETIC:
             ready_s = gathered_s.get(task.unit, 0.0)
         elif task.queue == COPIES:
-            # A shard can be summed across the copies, or copied to the host, once it's complete
-            ready_s = max(free_s[COMMUNICATION], before.end_s)
+            ready_s = max(free_s[COMMUNICATION], before.end_s)  # a shard leaves once it's complete
         else:
             ready_s = before.start_s if task.asked == AT_START else before.end_s
         start_s = max(free_s[task.queue], ready_s)

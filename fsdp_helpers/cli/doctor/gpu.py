@@ -103,12 +103,7 @@ def version_of(name: str) -> str:
 
 
 def run_checks(
-    modules: Sequence[str],
-    folder: Path,
-    *,
-    limit_s: float = 600.0,
-    first: Sequence[str] = (),
-    say: Callable[[str], None] = lambda line: None,
+    modules: Sequence[str], folder: Path, *, limit_s: float = 600.0, first: Sequence[str] = (), say: Callable = print
 ) -> list[Result]:
     """Run the checks that each module lists in CHECKS, those with titles in `first` first, and return their results.
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_helpers.planning.streams import ARITHMETIC, AT_END, AT_START, COMMUNICATION, COPIES, TO_HOST, Task
+from fsdp_helpers.planning.streams import ARITHMETIC, AT_END, AT_START, COMMUNICATION, COPIES, Task
 from fsdp_helpers.planning.traffic import collective_sent_bytes
 from fsdp_helpers.records import CollectiveCount
 
@@ -125,11 +125,6 @@ class Ledger:
     def compute(self, phase: str, unit: str, share: float = 1.0) -> None:
         """Add a task: a unit's arithmetic in the "forward" or "backward" phase, or a `share` of that arithmetic."""
         self.tasks.append(Task(queue=ARITHMETIC, what=phase, unit=unit, amount=share))
-
-    def copy(self, what: str, shard_bytes: int, unit: str, *, late: bool = False) -> None:
-        """Add a copy of a shard, FROM_HOST or TO_HOST, which is issued like a collective."""
-        queue, asked = COPIES if what == TO_HOST else COMMUNICATION, AT_END if late else AT_START
-        self.tasks.append(Task(queue=queue, what=what, unit=unit, amount=shard_bytes, asked=asked))
 
     def communicate(
         self, op: str, full_bytes: int, ranks: int, unit: str = "", *, late: bool = False, between_copies: bool = False

@@ -10,7 +10,7 @@ from math import prod
 from fsdp_helpers.planning.optimizers import Optimizer
 from fsdp_helpers.planning.precisions import ValueBytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
-from fsdp_helpers.planning.streams import FROM_HOST, TO_HOST
+from fsdp_helpers.planning.streams import AT_END, AT_START, COMMUNICATION, COPIES, FROM_HOST, TO_HOST, Task
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
@@ -150,7 +150,7 @@ class Shards:
         size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
         self._ledger.hold(unit.name, Term(kind="gathered", name=unit.label, **size))
         if self.ranks == 1 and unit.parameters:  # torch copies in the compute stream, so nothing hides it
-            self._copy(FROM_HOST, unit, unit.padded, late=True)
+            self._copy(FROM_HOST, unit, unit.padded, asked=AT_END)
 
     def free_gathered(self, unit: Unit) -> None:
         self._ledger.free(unit.name, "gathered", unit.label)
@@ -191,13 +191,14 @@ class Shards:
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
 
-    def _copy(self, what: str, unit: Unit, values: int, *, late: bool) -> None:
+    def _copy(self, what: str, unit: Unit, values: int, asked: str) -> None:
         """Add a copy of a shard from or to the host, in the precision of the parameters, if shards are offloaded."""
         if self._offloads:
-            self._ledger.copy(what, self.sizes.kept * (values // self.ranks), unit.name, late=late)
+            queue, size = COPIES if what == TO_HOST else COMMUNICATION, self.sizes.kept * (values // self.ranks)
+            self._ledger.tasks.append(Task(queue=queue, what=what, unit=unit.name, amount=size, asked=asked))
 
     def all_gather(self, unit: Unit) -> None:
-        self._copy(FROM_HOST, unit, unit.padded, late=False)
+        self._copy(FROM_HOST, unit, unit.padded, asked=AT_START)
         self._communicate("all_gather", unit, unit.padded, self.sizes.gathered)
         if self._offloads:
             self.take_buffer(SHARD, unit, unit.padded, self.sizes.gathered, self.ranks)
@@ -217,7 +218,7 @@ class Shards:
         """Sum a gradient shard across all copies of the state, if there are several."""
         full_bytes = self.sizes.reduced * (values // self.ranks)
         self._ledger.communicate("all_reduce", full_bytes, self._replicas, unit.name, late=True, between_copies=True)
-        self._copy(TO_HOST, unit, values, late=True)
+        self._copy(TO_HOST, unit, values, asked=AT_END)
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
         """Hold one parameter's full gradient."""
