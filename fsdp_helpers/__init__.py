@@ -9,7 +9,7 @@ Importing the package is instant, because each function is loaded only when you 
 import importlib
 from typing import Any
 
-__version__ = "2.2.0"
+__version__ = "2.3.0"
 _MODULES = {
     "Ranks": "ranks.live",
     "TrainConfig": "config",

@@ -82,7 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=doctor_command)
 
-    explain = commands.add_parser("explain", help="find the cards in notebook 11 that match an error message")
+    explain = commands.add_parser(
+        "explain", help="find the failures that an error message belongs to; exit status 1 if there are none"
+    )
     explain.add_argument(
         "message", nargs="*", metavar="MESSAGE", help="the message (default: read from standard input)"
     )
@@ -217,11 +219,12 @@ def explain_command(options: argparse.Namespace) -> int:
     from fsdp_helpers.cli.explain import explain_text, find_cards, read_message
 
     try:
-        message = read_message(options.message)
+        text = read_message(options.message)
     except ValueError as error:
         return _complain(BAD_INPUT, str(error))
-    print(explain_text(message))
-    return 0 if find_cards(message) else FAILED
+    matches = find_cards(text)
+    print(explain_text(text, matches))
+    return 0 if matches else FAILED
 
 
 def lab_command(options: argparse.Namespace) -> None:

@@ -4,7 +4,6 @@ import math
 import re
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -42,7 +41,7 @@ ACCOMPANYING = ("crash-no-traceback", "crash-nccl-system-error", "slow-threads")
 EXIT_CODE = re.compile(r"\b(?:exit|return)[ -]?(?:code|status)\s*[:=]?\s*(-?\d+)")
 OUT_OF_MEMORY, OOM_FRAGMENTED = "memory-activations", "memory-fragmented"  # the general card, and that of one cause
 LEAST_FRAGMENTED = 0.1  # of a GPU's memory, reserved by PyTorch but unallocated
-SIZE = r"([\d.]+) ([KMG])iB"
+SIZE, UNITS = r"([\d.]+) ([KMG]iB)", {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Match:
 class Index:
     """The cards in a full-text index in memory, with English stems and BM25 scores."""
 
-    def __init__(self, cards: Mapping[str, Card]) -> None:
+    def __init__(self, cards: dict[str, Card]) -> None:
         self.cards, self.names_with, self.database = cards, cache(self._names_with), sqlite3.connect(":memory:")
         phrases = [(card.name, phrase) for card in cards.values() for phrase in (card.title, *card.messages())]
         self.phrases = [(*row, normalized(row[1])) for row in phrases if len(row[1]) >= SHORTEST_QUOTE]
@@ -76,7 +75,8 @@ class Index:
         scores = self.scores(text) if quotes or self.is_of_the_field(text) else {}
         phrases = {name: " ".join(found) for name, found in quotes.items()}
         told = {name: sum(map(self.rarity, words_of(phrase))) for name, phrase in phrases.items()}
-        quoted = sorted(told, key=lambda name: (place(name), -told[name] - 0.2 * scores.get(name, 0.0)))
+        causes_first = {name: (name in ACCOMPANYING, name == OUT_OF_MEMORY) for name in told}
+        quoted = sorted(told, key=lambda name: (causes_first[name], -told[name] - 0.2 * scores.get(name, 0.0)))
         guesses = sorted(scores.keys() - told.keys(), key=scores.get, reverse=True)
         names = [*quoted, *guesses][:MOST_CARDS]
         return [Match(self.cards[name], max(quotes.get(name, [""]), key=len)) for name in names]
@@ -101,15 +101,10 @@ class Index:
         return {name: score for name, score in scores.items() if shared[name] >= FEWEST_WORDS and score >= LEAST_SCORE}
 
     def is_of_the_field(self, text: str) -> bool:
-        """Return False for a text without a word of the field, or whose exceptions are on no card."""
-        raised = set(EXCEPTION.findall(text))
-        return bool(FIELD.search(text.lower())) and (not raised or any(self.is_known(name) for name in raised))
-
-    def is_known(self, exception: str) -> bool:
-        """Return whether a card names an exception, which is Python's own or comes from a library that a card names."""
-        library, name = exception.partition(".")[0], exception.rpartition(".")[2]
-        said = self.everything
-        return bool(re.search(rf"\b{name}\b", said) and re.search(rf"\b{library}\b", said))
+        """Return False without a word of the field, or if no card names any of the exceptions (and their libraries)."""
+        raised = [(name.partition(".")[0], name.rpartition(".")[2]) for name in EXCEPTION.findall(text)]
+        known = [names for names in raised if all(re.search(rf"\b{name}\b", self.everything) for name in names)]
+        return bool(FIELD.search(text.lower()) and (known or not raised))
 
     def rarity(self, word: str) -> float:
         """Return how much a word tells: the fewer cards have it, the more."""
@@ -136,25 +131,11 @@ def signal_of(code: int) -> int:
     return 128 - code if 128 < code < 160 else code
 
 
-def place(name: str) -> int:
-    """Return where a quoted card stands: a cause comes before what is said of every lack of memory, or with any error."""
-    return 2 if name in ACCOMPANYING else 1 if name == OUT_OF_MEMORY else 0
-
-
 def unallocated_share(text: str) -> float:
     """Return how much of a GPU's memory PyTorch had reserved but not allocated, according to an out-of-memory message."""
-    total = bytes_in(text, f"total capaci?ty of {SIZE}|{SIZE} total capacity")
-    idle = bytes_in(text, f"{SIZE} is reserved by PyTorch but unallocated")
-    if not idle:  # before PyTorch 2.0
-        idle = bytes_in(text, f"{SIZE} reserved in total") - bytes_in(text, f"{SIZE} already allocated")
-    return idle / total if total else 0.0
-
-
-def bytes_in(text: str, pattern: str) -> float:
-    """Return the size, in bytes, that a pattern finds in a text; 0 if there's none."""
-    found = re.search(pattern, text)
-    number, unit = [group for group in found.groups() if group] if found else ("0", "K")
-    return float(number) * 2 ** {"K": 10, "M": 20, "G": 30}[unit]
+    found = re.search(f"total capaci?ty of {SIZE}.*?{SIZE} is reserved by PyTorch but unallocated", text, re.DOTALL)
+    total, idle = [float(found[at]) * UNITS[found[at + 1]] for at in (1, 3)] if found else (1.0, 0.0)
+    return idle / total
 
 
 def is_ordinary(text: str) -> bool:

@@ -26,18 +26,6 @@ SCRIPT = re.compile(r'r?"""(.*?)"""\n(.*)', re.DOTALL)
 ROW = re.compile(r"^- (.*(?:\n  .*)*)", re.MULTILINE)
 CODE_SPAN = re.compile(r"(?<!`)(`+)(?!`) ?(.+?) ?(?<!`)\1(?!`)")
 
-INTRODUCTION = """\
-# Failures
-
-Each script here is a program with one fault, on plain PyTorch and CPU ranks. Its first lines say what you see, why, how to
-tell, and what to do. Run it, and you get the real error:
-
-    torchrun --nproc-per-node 2 hang-uneven-batches.py
-
-To fix it, delete the lines marked `# broken`, and uncomment those behind `# fixed: `. A failure that needs a GPU or a
-cluster is a text only. `python -m fsdp_helpers explain "MESSAGE"` finds the failure that a message belongs to.
-"""
-
 
 @dataclass(frozen=True)
 class Card:
@@ -74,10 +62,6 @@ class Card:
         """Return what programs print: the code spans of the rows that begin with one."""
         return [found[2] for row in self.rows() if row[0] == "`" for found in CODE_SPAN.finditer(row)]
 
-    def descriptions(self) -> list[str]:
-        """Return what people see and say: the rows that don't begin with a code span."""
-        return [row for row in self.rows() if row[0] != "`"]
-
     def script(self, *, broken: bool = False, fixed: bool = False) -> str:
         """Return the script with or without its broken lines, and with or without those of its fix."""
         kept = [line for line in self.code.splitlines() if broken or not BROKEN.search(line)]
@@ -102,8 +86,8 @@ def read(path: Path) -> Card:
 
 
 def index() -> str:
-    """Return the folder's README: how to use it, and all failures by symptom."""
-    parts = [INTRODUCTION]
+    """Return the folder's README: its first part as it is, and then all failures by symptom."""
+    parts = [(FOLDER / "README.md").read_text("utf-8").partition("\n## ")[0]]
     for symptom, words in SYMPTOMS.items():
         found = [card for card in cards().values() if card.name.startswith(f"{symptom}-")]
         parts.append(f"## {words[0].upper()}{words[1:]}\n")

@@ -5,6 +5,7 @@ import re
 import sys
 from unittest.mock import patch
 
+import nbformat
 from leftovers import PROJECT
 
 README = (PROJECT / "README.md").read_text()
@@ -35,3 +36,14 @@ def test_the_picture_of_peaks_is_in_the_saved_output_of_04():
 def test_every_picture_has_a_description_and_is_there():
     for described, path in re.findall(r"!\[(.*?)\]\((.*?)\)", README):
         assert len(described) > 40 and (PROJECT / path).is_file(), path
+
+
+def test_each_chapter_asks_the_readmes_question_and_names_no_times():
+    asked = {}
+    for path in sorted((PROJECT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+        first = nbformat.read(path, as_version=4).cells[0].source
+        (asked[path.name],) = re.findall(r"^\*\*Question: (.*)\*\*$", first, re.MULTILINE)
+        assert not re.search(r"\b(seconds?|minutes?|hours?)\b", first), f"{path.name}: README's table has the times"
+    in_table = dict(re.findall(r"^\| \[\d\d [^\]]*\]\(notebooks/([^)]*)\) \| (.*?) \|", README, re.MULTILINE))
+    in_table = {name: text.partition(" (`make xla`")[0] for name, text in in_table.items()}
+    assert asked == in_table

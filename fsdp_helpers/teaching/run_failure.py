@@ -53,9 +53,7 @@ def run(name: str, code: str, late_s: float = 0.0) -> Outcome:
     return Outcome(tuple(errors), b"".join(said).decode(errors="replace"))
 
 
-def run_script(
-    code: str, file: str, folder: str, port: int, late_s: float, rank: int, world_size: int, group: dict, send, link
-) -> Answer:
+def run_script(code: str, file: str, folder: str, port: int, late_s: float, rank: int, *_: object) -> Answer:
     """Run a script as one of torchrun's ranks; what it writes into the current folder is removed with it."""
     meeting_point = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(meeting_point, TMPDIR=folder)

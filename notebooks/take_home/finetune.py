@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
+from torch.distributed.checkpoint import _consolidate_hf_safetensors as files_of_ranks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -46,7 +46,7 @@ IGNORED = -100  # the target of a token that has no loss
 
 
 def refuse(message: str) -> None:
-    """End the run, since all ranks of a host find a problem with its input; the first of them prints one line."""
+    """End the run, since all ranks of a host find a problem in its input; the first of them says so."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"finetune.py: {message}", file=sys.stderr, flush=True)
     else:
@@ -296,7 +296,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -> int:
     """Load the newest checkpoint and return its step, or 0 if there's no checkpoint."""
     found = [newest_checkpoint(run)]
-    dist.broadcast_object_list(found)  # rank 0's answer, since a network file system may show others older files
+    dist.broadcast_object_list(found)  # rank 0's answer, since other hosts may see an older folder
     newest = found[0]
     if newest is None:
         return 0
@@ -332,7 +332,8 @@ def export(model: nn.Module, folder: Path, out: Path) -> None:
     sharded = str(unfinished / "sharded")
     writer = dcp.HuggingFaceStorageWriter(sharded, fqn_to_index_mapping=files, save_distributed=True)
     dcp.save(tensors, storage_writer=writer, process_group=group)
-    consolidate_safetensors_files_on_every_rank(sharded, str(unfinished), files, process_group=group)
+    join_files = files_of_ranks.consolidate_safetensors_files_on_every_rank
+    join_files(sharded, str(unfinished), files, process_group=group)
     if dist.get_rank() == 0:
         shutil.rmtree(sharded)
         for path in folder.iterdir():
@@ -370,7 +371,7 @@ def take(lock, run: Path, kind: int, patience_s: float = 0.0) -> None:
 
 
 def choose_device() -> torch.device:
-    """Return this rank's own GPU if every host has one for each of its ranks, or the CPU if no host has any."""
+    """Return this rank's own GPU if every host has one for each of its ranks, or the CPU if none has any."""
     num_gpus = 0 if DEVICE == "cpu" else torch.cuda.device_count()
     hosts = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, (socket.gethostname(), num_gpus, int(os.environ["LOCAL_WORLD_SIZE"])))
@@ -381,7 +382,8 @@ def choose_device() -> torch.device:
         torch.cuda.set_device(device)
         return device
     if DEVICE == "cuda" or any(gpus for _, gpus, _ in hosts):
-        end_together(f"fewer GPUs than ranks on {', '.join(lacking)}; fix that, or set DEVICE to 'cpu'", status=2)
+        found = f"fewer GPUs than ranks on {', '.join(lacking)}"
+        end_together(f"{found}; fix that, or set DEVICE to 'cpu'", status=2)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or Adam would touch a GPU, even for CPU tensors
     return torch.device("cpu")
 
@@ -465,7 +467,7 @@ def main(folder: str, text: str, run: str, steps: str) -> torch.device:
 
 if __name__ == "__main__":
     if len(sys.argv) != 5 or "LOCAL_RANK" not in os.environ:
-        refuse("start it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`, as its docstring says")
+        refuse("start it with `torchrun --nproc-per-node 2 finetune.py FOLDER TEXT RUN STEPS`")
     num_ranks = int(os.environ["WORLD_SIZE"])
     if BATCH % num_ranks:
         refuse(f"{num_ranks} ranks can't split {BATCH} documents evenly; change one of the two numbers")

@@ -1,4 +1,4 @@
-"""`explain` leads from what people wrote in public threads to a right card, and says so where it knows none."""
+"""`explain` leads from what people wrote in public threads to a right card, tells quotes from guesses, and knows its limits."""
 
 import io
 import re
@@ -10,75 +10,142 @@ from pathlib import Path
 import pytest
 from runs import main_in_process
 
-from fsdp_helpers.__main__ import main
-from fsdp_helpers.cli import explain
-from fsdp_helpers.teaching.failures.gallery import GALLERY
+from fsdp_helpers.card_search import ACCOMPANYING, OOM_FRAGMENTED, OUT_OF_MEMORY, Index
+from fsdp_helpers.cli.explain import GUESSES, MORE_GUESSES, ORDINARY, explain_text
+from fsdp_helpers.field_guide import cards
 
 SYMPTOMS = tomllib.loads(Path(__file__).with_name("symptoms.toml").read_text("utf-8"))["said"]
-ALL = [pytest.param(said, id=f"{number}-{said['thread']}") for number, said in enumerate(SYMPTOMS)]
+MOST_MISSES = 15
+INDEX = Index(cards())
 
 
-@pytest.mark.parametrize("said", ALL)
-def test_a_symptom_leads_to_a_right_card(said):
-    """Among the three that are printed; not yet where the table says so, which this test notices too."""
-    found = {match.name for match in explain.find_cards(said["text"])[: explain.MOST_CARDS]}
-    assert bool(found & set(said["right"])) == said.get("explain", True)
+def found(text: str) -> list[str]:
+    return [match.card.name for match in INDEX.find(text)]
 
 
-@pytest.mark.parametrize("said", ALL)
-def test_a_piece_of_it_is_on_the_page(said):
-    """Two to six neighboring words as they were written, or a long one: the browser finds them at three cards at most."""
-    words = said["text"].lower().split()
-    pieces = {" ".join(words[at : at + size]) for size in range(2, 7) for at in range(len(words) - size + 1)}
-    pieces |= {word for word in words if len(word) >= 9}
-    rows = {
-        name: "\n".join([failure.title, *(row.text for row in failure.rows())]).lower()
-        for name, failure in GALLERY.items()
-    }
-    places = [{name for name, row in rows.items() if piece in row} for piece in pieces]
-    found = any(names & set(said["right"]) and len(names) <= 3 for names in places)
-    assert found == said.get("page", True)
+def test_a_right_card_is_among_the_three_for_nearly_all_symptoms():
+    misses = [f"{said['text']!r}\n  {found(said['text'])} instead of {said['right']}" for said in SYMPTOMS]
+    misses = [
+        miss for miss, said in zip(misses, SYMPTOMS, strict=True) if not {*found(said["text"])} & {*said["right"]}
+    ]
+    print(f"{len(misses)} of {len(SYMPTOMS)} symptoms lead to no right card:", *misses, sep="\n")
+    assert len(SYMPTOMS) >= 255 and len(misses) <= MOST_MISSES
 
 
-def test_nine_of_ten_are_found_both_ways():
-    both = [said for said in SYMPTOMS if said.get("explain", True) and said.get("page", True)]
-    assert len(SYMPTOMS) >= 180 and len(both) >= 0.9 * len(SYMPTOMS)
+def test_the_table_names_cards_that_exist():
+    named = {name for said in SYMPTOMS for name in said["right"]} | {*ACCOMPANYING, OOM_FRAGMENTED, OUT_OF_MEMORY}
+    assert named - cards().keys() == set()
 
 
 def test_all_of_an_output_names_the_cause_first():
     """torchrun's report is in every output; the message above it tells more."""
-    said = "\n".join(SYMPTOMS[number]["text"] for number in (3, 4))
-    assert explain.find_cards(said)[0].name == "crash-mixed-tensor-dtensor"
+    said = "\n".join(said["text"] for said in SYMPTOMS if said["thread"] in ("pytorch#156535", "Chinese-Vicuna#113"))
+    assert found(said)[0] == "crash-mixed-tensor-dtensor"
 
 
-UNKNOWN = (
+def test_a_long_output_is_searched_for_quotes():
+    assert (
+        found("step\n" * 10000 + "got mixed torch.Tensor and DTensor\n" + "step\n" * 10000)[0]
+        == "crash-mixed-tensor-dtensor"
+    )
+
+
+# ---------------------------------------------------------------- what it doesn't know, it says
+
+FOREIGN = (
     "ModuleNotFoundError: No module named 'pandas'",
     "SyntaxError: invalid syntax",
+    '  File "train.py", line 12\n    print "hello"\nSyntaxError: Missing parentheses in call to print. Did you mean print()?',
     "FileNotFoundError: [Errno 2] No such file or directory: 'data.csv'",
     "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
-    "ImportError: cannot import name 'foo' from 'bar'",
-    "how do I change the font of my plot?",
-    "my dog ate the homework",
-    "ValueError: could not convert string to float: 'abc'",
+    "AttributeError: 'NoneType' object has no attribute 'split'",
     "IndexError: list index out of range",
+    "curl: (6) Could not resolve host: github.com",
+    'psycopg2.OperationalError: connection to server at "localhost" (127.0.0.1), port 5432 failed: Connection refused',
+    "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='api', port=443): Max retries exceeded with url: /v1",
+    "django.db.utils.OperationalError: no such table: model_checkpoint, while loading the dataset for training on all ranks",
+    "docker: driver failed programming external connectivity on endpoint web: port is already allocated.",
+    "pandas.errors.ParserError: Error tokenizing data. C error: Expected 5 fields in line 10, saw 7",
     "git: fatal: refusing to merge unrelated histories",
-    "ZeroDivisionError: division by zero",
+    "how do I change the font of my plot?",
     "segmentation of medical images with U-Net",
     "42",
 )
 
 
-@pytest.mark.parametrize("said", UNKNOWN)
-def test_what_it_does_not_know_it_says(said, capsys):
-    assert main(["explain", said]) == 1
-    assert capsys.readouterr().out.startswith("No card matches this message.")
+@pytest.mark.parametrize("said", FOREIGN)
+def test_a_message_that_is_foreign_to_the_field_gets_no_card(said):
+    assert found(said) == []
+
+
+def test_no_card_is_one_sentence_and_status_1(capsys):
+    assert main_in_process("explain", FOREIGN[0]) == 1
+    assert re.fullmatch(r"No card matches this message\. .*\n", capsys.readouterr().out)
+
+
+def test_a_guess_is_called_a_guess():
+    said = "training hangs at the end of the epoch on 2 of 8 gpus"
+    assert explain_text(said, INDEX.find(said)).startswith(GUESSES)
+
+
+def test_a_quote_comes_before_any_guess_which_is_only_named():
+    said = "got mixed torch.Tensor and DTensor, when I call generate after FSDP"
+    matches = INDEX.find(said)
+    shown, _, named = explain_text(said, matches).partition(MORE_GUESSES)
+    assert shown.startswith("crash-mixed-tensor-dtensor: ") and GUESSES not in shown
+    assert "seen as:     got mixed torch.Tensor and DTensor" in shown
+    assert shown.count("  why:") == sum(bool(match.quote) for match in matches) < len(matches)
+    assert named and "why:" not in named
+
+
+SHAPES = "RuntimeError: The size of tensor a (10) must match the size of tensor b (12) at non-singleton dimension 0"
+
+
+def test_what_any_bug_says_needs_a_second_sign():
+    assert explain_text(SHAPES, INDEX.find(SHAPES)).startswith(ORDINARY)
+    in_optimizer = f'File "torch/optim/adam.py", line 7, in step\n{SHAPES}'
+    assert ORDINARY not in explain_text(in_optimizer, INDEX.find(in_optimizer))
+
+
+HINT = "If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+OUT = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 9.12 MiB is free."
+BY_THE_NUMBERS = {
+    f"{OUT} 78.1 GiB is allocated by PyTorch, and 20.57 MiB is reserved by PyTorch but unallocated. {HINT}": OUT_OF_MEMORY,
+    f"{OUT} 58.1 GiB is allocated by PyTorch, and 20.57 GiB is reserved by PyTorch but unallocated. {HINT}": OOM_FRAGMENTED,
+    "RuntimeError: CUDA out of memory": OUT_OF_MEMORY,
+}
+
+
+@pytest.mark.parametrize("said, name", BY_THE_NUMBERS.items())
+def test_out_of_memory_is_read_by_its_numbers(said, name):
+    assert found(said)[0] == name
+
+
+CODES = {
+    "exitcode: -9": "memory-every-rank-loads",
+    "exit code 137": "memory-every-rank-loads",
+    "Exit Code: 137": "memory-every-rank-loads",
+    "failed with exit code 139": "crash-segfault",
+    "exitcode: -11": "crash-segfault",
+    "exit status 134": "hang-after-last-step",
+    "exit code 135": "crash-shared-memory",
+    "exit code 143": "crash-hangup",
+    "exit code 124": "crash-slurm-node-failed",
+}
+
+
+@pytest.mark.parametrize("said, name", CODES.items())
+def test_an_exit_code_alone_leads_to_its_card(said, name):
+    assert name in found(said)
+
+
+# ---------------------------------------------------------------- the command
 
 
 def test_the_command_prints_the_remedy(capsys):
     assert main_in_process("explain", "got mixed torch.Tensor and DTensor") == 0
     out = capsys.readouterr().out
-    assert out.startswith("crash-mixed-tensor-dtensor: ") and "fix:      Call the unit." in out
-    assert "11_when_it_breaks.ipynb#crash-mixed-tensor-dtensor" in out
+    assert "fix:         Call the unit." in out and "failures/crash-mixed-tensor-dtensor." in out
 
 
 def test_it_reads_from_a_pipe(monkeypatch, capsys):
@@ -100,29 +167,3 @@ def test_it_answers_where_torch_cannot_be_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "memory-every-rank-loads: " in done.stdout, done.stderr
-
-
-CODES = {
-    "exitcode: -9": "memory-every-rank-loads",
-    "exit code 137": "memory-every-rank-loads",
-    "Exit Code: 137": "memory-every-rank-loads",
-    "failed with exit code 139": "crash-segfault",
-    "exitcode: -11": "crash-segfault",
-    "exit status 134": "hang-after-last-step",
-    "exitcode: -6": "hang-after-last-step",
-    "exit code 135": "crash-shared-memory",
-    "exit code 143": "crash-hangup",
-    "exitcode: -15": "crash-hangup",
-    "exit code 124": "crash-slurm-node-failed",
-}
-
-
-@pytest.mark.parametrize("said, name", CODES.items())
-def test_an_exit_code_alone_leads_to_its_card(said, name):
-    assert name in [match.name for match in explain.find_cards(said)[: explain.MOST_CARDS]]
-
-
-def test_rare_words_count_more():
-    assert explain.weight({"watchdog"}) > explain.weight({"fail"})
-    assert explain.words_of("Freezes in the 3 evaluations") == {"hang", "evaluat", "hang evaluat"}
-    assert explain.words_of("decreasing") == explain.words_of("decreases") == explain.words_of("decrease")

@@ -1,7 +1,8 @@
-"""Each card has its parts, marks that pair, and each script stands alone."""
+"""Each card has its parts, marks that pair and links that lead somewhere; scripts are short and stand alone."""
 
 import ast
 import re
+import statistics
 
 import pytest
 from guide_cards import SCRIPTS
@@ -10,7 +11,7 @@ from fsdp_helpers.field_guide import BROKEN, FIXED, FOLDER, SYMPTOMS, cards, ind
 
 ALL = [pytest.param(card, id=card.name) for card in cards().values()]
 PARTS = ("Why", "How to tell", "The fix", "Also seen as")
-MOST_CARDS = 142
+MOST_CARDS, MOST_LINES, MEDIAN_LINES = 142, 100, 50
 
 
 @pytest.mark.parametrize("card", ALL)
@@ -21,6 +22,12 @@ def test_a_card_has_its_parts(card):
     if not card.code and not re.search(r"^Not run here\. ", card.text, re.MULTILINE):
         lacking.append("Not run here")
     assert lacking == [] and re.match(r"# \S.*\n\n\*\*Why\.\*\* ", card.text)
+
+
+@pytest.mark.parametrize("card", ALL)
+def test_its_links_lead_somewhere(card):
+    targets = re.findall(r"\]\(([^)#\s]+\.(?:py|md|ipynb))[)#]", card.text)
+    assert [target for target in targets if "://" not in target and not (FOLDER / target).exists()] == []
 
 
 @pytest.mark.parametrize("card", SCRIPTS)
@@ -43,6 +50,14 @@ def test_it_stands_alone(card):
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert not [name for name in imported if name.startswith("fsdp_helpers")]
     assert re.search(r"\bassert(_close|_equal)?\b", card.script(fixed=True).rpartition("\n\n")[2]), "it proves nothing"
+
+
+def test_the_scripts_are_short():
+    lengths = {
+        card.name: len((FOLDER / card.file).read_text("utf-8").splitlines()) for card in cards().values() if card.code
+    }
+    assert statistics.median(lengths.values()) <= MEDIAN_LINES, lengths
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
 def test_every_file_is_a_card():

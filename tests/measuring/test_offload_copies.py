@@ -62,7 +62,7 @@ def test_the_copies_of_a_step_with_offload(digits_dir):
     shards = dict.fromkeys(["root", *BLOCKS], 0)
     for name, parameter in model.named_parameters():
         unit = next((unit for unit in BLOCKS if name.startswith(f"{unit}.")), "root")
-        shards[unit] += 4 * padded_params("fsdp2", [parameter.shape], 2) // 2
+        shards[unit] += 4 * padded_params([parameter.shape], 2) // 2
     to_host = sum(shards.values())
     to_device = 2 * to_host - shards["root"]
     assert [sum(copy.bytes for copy in copies if copy.way == way) for way in (TO_DEVICE, TO_HOST)] == [

@@ -47,7 +47,7 @@ def test_the_kept_trace_has_the_bytes_of_its_model(kept):
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for unit in kept.units[1:]:
         own = [shape for name, shape in shapes.items() if name.startswith(f"{unit.name}.")]
-        assert unit.full_bytes == 4 * padded_params("fsdp2", own, 2)
+        assert unit.full_bytes == 4 * padded_params(own, 2)
     assert [unit.name for unit in kept.units] == ["root", *(f"blocks.{number}" for number in range(KEPT_SHAPE.depth))]
     whole = sum(unit.full_bytes for unit in kept.units)
     for rank in kept.ranks:

@@ -8,7 +8,7 @@ from chapters import CellError, Chapter, body, defined, difference, fenced, read
 from torch import nn
 
 P = 1_199_882  # of ShallowNet
-NEEDED = ["rank-batches", "cell-11", "cell-17", "comm-debug"]  # by other cells; each test runs its own
+NEEDED = ["rank-batches", "cell-11", "cell-17"]  # by other cells; each test runs its own
 
 
 @pytest.fixture(scope="module")

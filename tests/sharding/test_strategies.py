@@ -212,7 +212,16 @@ def padded_units(api: str, world_size: int, *, wrapped: bool) -> list[int]:
         for name, parameter in model.named_parameters()
         if not any(name.startswith(f"{unit}.") for unit in names)
     ]
-    return [padded_params(api, unit, world_size) for unit in (root, *shapes.values())]
+    padded = padded_params if api == "fsdp2" else flat_values
+    return [padded(unit, world_size) for unit in (root, *shapes.values())]
+
+
+def flat_values(shapes: list[torch.Size], world_size: int) -> int:
+    """FSDP1's flat tensor: each parameter begins at a multiple of 16 bytes, 4 values, and the end is padded."""
+    values = 0
+    for shape in shapes:
+        values += -values % 4 + shape.numel()
+    return values + -values % world_size
 
 
 def sent_bytes(units: list[int], num_ranks: int) -> int:

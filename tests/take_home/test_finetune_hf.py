@@ -231,7 +231,7 @@ def test_ten_steps_equal_those_of_one_process(name, home, alone, request):
 def assert_trained_as_alone(name: str, home: Path, run: Path, alone: Callable) -> None:
     """The losses, and what `transformers` loads: the same logits, the files' dtype, and all other files."""
     right, model = alone(name)
-    assert losses(run) == pytest.approx(right, abs=1e-5)
+    assert losses(run) == pytest.approx(right, rel=0, abs=1e-6)
     _, dtype, _ = MODELS[name]
     tuned = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
     if dtype == torch.bfloat16:
@@ -254,7 +254,7 @@ def test_padded_rows_equal_one_document_at_a_time(home, on_two):
 
 
 def test_three_ranks_equal_two(home, on_three):
-    assert losses(home / "llama-3") == pytest.approx(losses(home / "llama-2"), abs=1e-5)
+    assert losses(home / "llama-3") == pytest.approx(losses(home / "llama-2"), rel=0, abs=1e-6)
 
 
 def test_the_levers_are_there(home, on_two):
@@ -804,9 +804,9 @@ def assert_one_line(job, expected: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+@pytest.mark.parametrize("num_ranks", [1, 3, 5, 7, 9])
 def test_other_numbers_of_ranks_equal_one_process(num_ranks, home, on_two, others_on_two, alone):
-    """Every model; on 8 ranks there are fewer rows than ranks."""
+    """Every model; a batch has four rows, so that there are fewer rows than ranks on most of them."""
     runs = {name: words_of(home, name, f"{name}-on-{num_ranks}") for name in MODELS}
     launch_runs(runs, num_ranks)
     for name in runs:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import workers_for_tests as workers
 
-from fsdp_helpers.cli.explain import normalized
+from fsdp_helpers.card_search import normalized
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.failures import gallery
 from fsdp_helpers.teaching.failures.entry import SYMPTOMS, Failure, same_numbers

@@ -16,7 +16,7 @@ import pytest
 import snippets
 import torch
 
-from fsdp_helpers.cli.explain import normalized
+from fsdp_helpers.card_search import normalized
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.teaching.failures import plain
 from fsdp_helpers.teaching.failures.entry import BEHAVIOR, MESSAGE, NUMBER, ON_CPU
