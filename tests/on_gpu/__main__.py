@@ -2,7 +2,7 @@
 
 It installs nothing and runs with any Python that has PyTorch. A check that needs a package which isn't here is left
 out. The folder gpu-record/ (or the variable GPU_RECORD) gets record.md, record.json and each check's output. Arguments
-are titles of checks to begin with, and the variable GPU_LIMIT_S shortens the time.
+are titles of checks, to run only these (`make test-gpu` runs all).
 """
 
 import os
@@ -16,4 +16,4 @@ LIMIT_S = 480.0
 
 if __name__ == "__main__":
     record = Path(os.environ.get("GPU_RECORD") or "gpu-record").absolute()
-    sys.exit(main(MODULES, record, float(os.environ.get("GPU_LIMIT_S") or LIMIT_S), first=sys.argv[1:]))
+    sys.exit(main(MODULES, record, LIMIT_S, only=sys.argv[1:]))
