@@ -1,8 +1,7 @@
 """The field guide: each failure is one file that you can read, copy and run. This module doesn't import torch.
 
-`hang-uneven-batches.py` is a broken script: deleting the lines marked `# broken`, and uncommenting those behind
-`# fixed: `, fixes it. Its docstring is the failure's card, in Markdown. A failure that we don't run is only that card,
-in a .md file.
+A script is broken: deleting its lines marked `# broken`, and uncommenting those behind `# fixed: `, fixes it. Its
+docstring is the failure's card, in Markdown. A failure that we don't run is only that card, in a .md file.
 """
 
 import re
@@ -38,6 +37,10 @@ class Card:
     @property
     def file(self) -> str:
         return f"{self.name}.py" if self.code else f"{self.name}.md"
+
+    @property
+    def link(self) -> str:
+        return f"[{self.name}](failures/{self.file})"  # in a notebook
 
     @property
     def title(self) -> str:

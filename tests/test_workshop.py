@@ -1,26 +1,14 @@
 """WORKSHOP.md: every section that it names is there, its minutes add up, and its commands exist."""
 
 import re
-from pathlib import Path
 from urllib.parse import unquote
 
-import nbformat
+from chapters import headings
 from leftovers import PROJECT
 
 NOTEBOOKS = PROJECT / "notebooks"
 TEXT = (NOTEBOOKS / "WORKSHOP.md").read_text()
 LINK = re.compile(r"\[[^\]]*\]\((?P<file>[^)#\s]*)#?(?P<anchor>(?:[^()\s]|\([^()]*\))*)\)")
-
-
-def headings(path: Path) -> set[str]:
-    """Return the anchors of a notebook's headings, as JupyterLab makes them."""
-    cells = nbformat.read(path, as_version=4).cells
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    unfolded = re.sub(r"<details>.*?</details>|```.*?```", "", text, flags=re.DOTALL)
-    return {
-        name.strip().replace("`", "").replace(" ", "-")
-        for name in re.findall(r"^#{1,4} (.+)$", unfolded, flags=re.MULTILINE)
-    }
 
 
 def test_every_section_that_the_workshop_names_is_there():

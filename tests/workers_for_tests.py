@@ -170,16 +170,6 @@ def with_constants(rank, world_size, module, constants, worker, *arguments):
         return worker(rank, world_size, *arguments)
 
 
-def run_failure(rank, world_size, name, way):
-    """Run one failure of the gallery: its numbers, or its error."""
-    from fsdp_helpers.teaching.failures import gallery  # of no use to the other workers
-
-    try:
-        return getattr(gallery.find(name), way)(rank, world_size)
-    except Exception as error:  # what a broken run raises is what is asked for
-        return f"{type(error).__name__}: {error}"
-
-
 def bytes_reduced(rank, world_size, api):
     """Bytes in which a layer of 20 parameters is reduced, with `param_dtype` bf16 and nothing said of `reduce_dtype`."""
     layer = nn.Linear(4, 4)

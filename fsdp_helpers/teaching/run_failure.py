@@ -31,10 +31,6 @@ class Outcome:
     errors: tuple[str, ...]
     printed: str
 
-    @property
-    def failed(self) -> bool:
-        return bool(self.errors)
-
 
 def run(name: str, code: str, late_s: float = 0.0) -> Outcome:
     """Run `code` as NAME.py on every rank; rank 1 begins `late_s` seconds later."""

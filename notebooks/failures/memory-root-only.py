@@ -31,10 +31,8 @@ images = torch.randn(8, 8)
 model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 all_bytes, unsharded = sum(p.nbytes for p in model.parameters()), []
 
-layers = []  # broken
-# fixed: layers = [model[0], model[2], model[4]]
-for layer in layers:
-    fully_shard(layer, mesh=mesh)
+# fixed: for layer in (model[0], model[2], model[4]):
+# fixed:     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 for layer in (model[0], model[2], model[4]):  # unsharded parameters aren't DTensors
     layer.register_forward_pre_hook(

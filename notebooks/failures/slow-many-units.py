@@ -26,16 +26,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 dist.init_process_group("gloo")
 mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
 blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2)]
-model = nn.Sequential(*blocks)
+model, images = nn.Sequential(*blocks), torch.randn(4, 8)
 
-for module in model.modules():  # broken
-    if isinstance(module, nn.Linear):  # broken
-        fully_shard(module, mesh=mesh)  # broken
-# fixed: for block in model:
-# fixed:     fully_shard(block, mesh=mesh)
+# fixed: for layer in model:
+for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:  # broken
+    fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 
-with CommDebugMode() as counted:
-    model(torch.ones(4, 8)).square().mean().backward()
-gathers = counted.get_comm_counts()[torch.ops.c10d._allgather_base_]
+with CommDebugMode() as counter:
+    model(images).sum().backward()
+gathers = counter.get_comm_counts()[torch.ops.c10d._allgather_base_]
 assert gathers == 4, f"{gathers} all-gathers in one step instead of 4"

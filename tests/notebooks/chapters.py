@@ -17,7 +17,7 @@ from leftovers import PROJECT, SESSION_VARIABLE
 from nbformat import NotebookNode
 
 NOTEBOOKS = PROJECT / "notebooks"
-FOLDERS = ("cluster", "images", "reference", "take_home")  # what a cell may open; files that it writes are its own
+FOLDERS = ("cluster", "failures", "images", "reference", "take_home")  # what a cell may open
 PATIENCE_S = 180.0  # for one cell, on a busy machine
 RANKS = "%%ranks"
 FILE = re.compile(r"%%writefile\s+(?:-a\s+)?(\S+\.py)\s*$")
@@ -36,6 +36,17 @@ def read_chapter(number: str) -> NotebookNode:
     """The notebook whose name begins with `number`, such as "03"."""
     (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
     return nbformat.read(path, as_version=4)
+
+
+def headings(path: Path) -> set[str]:
+    """Return the anchors of a notebook's headings, as JupyterLab makes them."""
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    unfolded = re.sub(r"<details>.*?</details>|```.*?```", "", text, flags=re.DOTALL)
+    return {
+        name.strip().replace("`", "").replace(" ", "-")
+        for name in re.findall(r"^#{1,4} (.+)$", unfolded, flags=re.MULTILINE)
+    }
 
 
 def body(notebook: NotebookNode) -> list[NotebookNode]:

@@ -7,7 +7,7 @@ from html import escape
 from numbers import Real
 from typing import Any
 
-from fsdp_helpers.teaching.failures.entry import link_to
+from fsdp_helpers.field_guide import cards
 
 BEYOND_ALL = 1e300  # no answer comes near it; infinity and NaN aren't below it, so they're rejected
 
@@ -15,20 +15,20 @@ BEYOND_ALL = 1e300  # no answer comes near it; infinity and NaN aren't below it,
 class NotYet(AssertionError):
     """Raised when an answer is missing or wrong; a notebook shows only the message, after an amber label.
 
-    `cards` names the notebook 11 cards about this failure; the notebook links to them above the message.
+    `failures` names files of the field guide that show the same; the notebook links to them above the message.
     """
 
     look = "\x1b[30;43m"  # black on amber
     has_shown_links = False
 
-    def __init__(self, message: str, *cards: str) -> None:
-        self.message, self.cards = message, cards
-        super().__init__(f"{message} (in notebook 11: {', '.join(cards)})" if cards else message)
+    def __init__(self, message: str, *failures: str) -> None:
+        self.message, self.failures = message, failures
+        super().__init__(f"{message} (failures: {', '.join(failures)})" if failures else message)
 
     def _render_traceback_(self) -> list[str]:
-        if self.cards and not self.has_shown_links:  # IPython calls this twice: to show the error, and to save it
+        if self.failures and not self.has_shown_links:  # IPython calls this twice: to show the error, and to save it
             self.has_shown_links = True
-            show_links(self.cards)
+            show_links(self.failures)
         return [f"{self.look}Not yet:\x1b[0m {self}"]
 
 
@@ -82,17 +82,18 @@ def exercise(notebook: str) -> Callable:
     return register
 
 
-def show_links(cards: Sequence[str]) -> None:
-    """Show links to these cards in notebook 11, since links in an error message can't be clicked."""
+def show_links(names: Sequence[str]) -> None:
+    """Show links to these failures' files, since links in an error message can't be clicked."""
     from IPython.display import Markdown, display  # ranks import this module, too, but don't need IPython
 
-    display(Markdown(f"Notebook 11 breaks the same thing on purpose, then fixes it: {' · '.join(map(link_to, cards))}"))
+    links = " · ".join(cards()[name].link for name in names)
+    display(Markdown(f"The same failure as a script, with its fix: {links}"))
 
 
-def expect(holds: bool, message: str, *cards: str) -> None:
-    """Raise NotYet with `message` unless `holds` is true; `cards` names related cards in notebook 11."""
+def expect(holds: bool, message: str, *failures: str) -> None:
+    """Raise NotYet with `message` unless `holds` is true; `failures` names files of the field guide that show the same."""
     if not holds:
-        raise NotYet(message, *cards)
+        raise NotYet(message, *failures)
 
 
 def expect_answered(answer: Any) -> None:

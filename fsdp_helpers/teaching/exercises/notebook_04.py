@@ -41,7 +41,7 @@ from fsdp_helpers.teaching.exercises.small_net import (
 
 THRESHOLD = RunTask(
     peak_bytes=1_450_000_000,
-    peak_card="memory-default-threshold",
+    peak_failure="memory-default-threshold",
     num_collectives=9,
     world_size=2,
     strategies=("fsdp-auto-wrap",),

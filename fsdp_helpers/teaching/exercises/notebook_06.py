@@ -136,7 +136,7 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
             losses, right = run_on_ranks(run_readers_loop, module, resumed_on, folder, False)[0]
         except NotYet as failure:
             message = f"{says}fails; are all the files it finds complete? {failure.message}"
-            raise NotYet(message, *failure.cards or ["save-half-written"]) from None
+            raise NotYet(message, *failure.failures or ["save-half-written"]) from None
     _expect_resumed(list(losses), NEWEST_WHOLE[status], says)
     for step, loss in losses.items():
         expect(

@@ -73,7 +73,7 @@ IN_OUR_WORDS = {  # keyed by torch's message, which doesn't say what to do
 }
 ABORTED = "SIGABRT"  # how gloo ends a rank that receives a different collective's bytes
 HANGS = ("hang-order", "hang-gather-on-rank-0")
-CARDS = {  # in notebook 11, keyed by a regular expression that matches the error
+FAILURES = {  # of the field guide, keyed by a regular expression that matches the error
     ABORTED: "crash-skipped-step",
     "got mixed torch.Tensor and DTensor": "crash-mixed-tensor-dtensor",
     "KeyError: Parameter containing": "wrong-optimizer-first",
@@ -103,7 +103,9 @@ def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: obj
         summary = next(ours, shorten(error.summary, LONGEST))
         if ABORTED in summary:
             summary += "; the ranks' collectives don't match: do some ranks skip a forward pass or an all-gather?"
-        raise NotYet(f"on {world_size} ranks, {module}.py fails{where}: {summary}", *cards_of(error.summary)) from None
+        raise NotYet(
+            f"on {world_size} ranks, {module}.py fails{where}: {summary}", *failures_of(error.summary)
+        ) from None
 
 
 def launch_readers(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
@@ -121,16 +123,16 @@ def launch_readers(worker: Callable, module: str, world_size: int, *arguments: o
         ) from None
 
 
-def cards_of(summary: str) -> list[str]:
-    """Return the names of the cards in notebook 11 that explain a rank's error."""
-    return [card for says, card in CARDS.items() if re.search(says, summary, re.DOTALL)]
+def failures_of(summary: str) -> list[str]:
+    """Return the names of the failures that explain a rank's error."""
+    return [name for says, name in FAILURES.items() if re.search(says, summary, re.DOTALL)]
 
 
-def expect_same_losses(losses: list[float], right: list[float], message: str, *cards: str) -> None:
+def expect_same_losses(losses: list[float], right: list[float], message: str, *failures: str) -> None:
     differences = [abs(loss - expected) for loss, expected in zip(losses, right, strict=True)]
     same = all(difference < TOLERANCE for difference in differences)
     first = next((step for step, difference in enumerate(differences) if not difference < TOLERANCE), 0)
-    expect(same, f"{message}: {losses[first]:.5f} instead of {right[first]:.5f} in step {first + 1}", *cards)
+    expect(same, f"{message}: {losses[first]:.5f} instead of {right[first]:.5f} in step {first + 1}", *failures)
 
 
 def first_of(names: list[str]) -> str:

@@ -13,7 +13,7 @@ class RunTask:
     """The run that an exercise asks for: its targets and fixed settings. The reader chooses all other settings."""
 
     peak_bytes: int  # every rank has to stay below it
-    peak_card: str | None = None  # the card in notebook 11 to show if a rank doesn't
+    peak_failure: str | None = None  # the failure whose file to show if a rank doesn't
     num_collectives: int | None = None  # the most allowed per step
     world_size: int | None = None
     strategies: tuple[str, ...] = ("fsdp", "fsdp-auto-wrap")
@@ -35,7 +35,7 @@ def judge_run(record: RunRecord | None, task: RunTask) -> str:
     expect(
         peak_bytes < task.peak_bytes,
         f"a rank peaks at {format_bytes(peak_bytes)}; every rank has to stay below {format_bytes(task.peak_bytes)}",
-        *([task.peak_card] if task.peak_card else []),
+        *([task.peak_failure] if task.peak_failure else []),
     )
     verdict = f"Right: {format_bytes(peak_bytes)} at the peak, below {format_bytes(task.peak_bytes)}."
     if task.num_collectives is None:

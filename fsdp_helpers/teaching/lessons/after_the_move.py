@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp_helpers.field_guide import cards
 from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.teaching.failures.entry import link_to
 from fsdp_helpers.teaching.lessons.moved_job import build_model, make_optimizer, shard
 
 SMALL_UNIT = 10_000  # parameters; a unit with fewer isn't worth a collective
@@ -172,7 +172,7 @@ def visit_one(rank: int, world_size: int, case: str) -> list[str]:
     return look_at(model, optimizer, num_batches, STEPS_DONE)
 
 
-# The symptom, the case in `visit_one` that has it, what to do, and the cards in 11 that show it.
+# The symptom, the case in `visit_one` that has it, what to do, and the failures that show it.
 SYMPTOMS = [
     ("none: all is well", "no fault", "", ()),
     ("none: all is well", "a head used every other step", "", ()),
@@ -222,8 +222,8 @@ SYMPTOMS = [
 
 
 def checklist(found: dict[str, list[str]]) -> list[list[str]]:
-    """Return the checklist rows: symptom, case, `look_at` findings, what to do, and links to notebook 11."""
+    """Return the checklist rows: symptom, case, `look_at` findings, what to do, and links to failures."""
     return [
-        [symptom, case, "; ".join(found[case]) or "nothing", remedy, " ".join(map(link_to, entries))]
-        for symptom, case, remedy, entries in SYMPTOMS
+        [symptom, case, "; ".join(found[case]) or "nothing", remedy, " ".join(cards()[name].link for name in names)]
+        for symptom, case, remedy, names in SYMPTOMS
     ]

@@ -1,1 +1,1 @@
-"""Tables, listings, sliders, failure cards, and a description of the machine that a notebook runs on."""
+"""Tables, listings, sliders, and a description of the machine that a notebook runs on."""

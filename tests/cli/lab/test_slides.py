@@ -21,7 +21,7 @@ SLIDE = {"slideshow": {"slide_type": "slide"}}
 PROJECTED = {  # what WORKSHOP projects, by chapter: words that its slides must have
     "02_ddp_baseline": ("%%ranks", "dist.all_reduce("),
     "10_many_machines": ("losses", "torchrun"),
-    "11_when_it_breaks": ("Connection closed by peer", "Attempting to unscale"),
+    "11_when_it_breaks": ("TORCH_DISTRIBUTED_DEBUG=DETAIL", "faulthandler"),
     "14_moving_over": ("DistributedDataParallel", "fully_shard"),
 }
 

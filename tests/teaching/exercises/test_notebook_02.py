@@ -83,5 +83,5 @@ class TestAverageGradients(BuildTestsOnRanks):
             caught.value
         )
         assert "rank 1 was waiting in all_reduce(), called from group.py" in str(caught.value)
-        assert str(caught.value).endswith("(in notebook 11: hang-order, hang-gather-on-rank-0)")
+        assert str(caught.value).endswith("(failures: hang-order, hang-gather-on-rank-0)")
         assert "\n" not in str(caught.value)

@@ -76,4 +76,4 @@ def test_fixes_are_all_different_and_the_chapter_shows_other_failures():
 
 def test_a_case_says_what_its_script_says():
     (case,) = draw(seed=5, num_cases=1).cases
-    assert case.seen.failed and case.seen.errors[0] in notebook_11.as_markdown(1, case)
+    assert case.seen.errors[0] in notebook_11.as_markdown(1, case)
