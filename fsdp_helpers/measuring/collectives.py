@@ -192,7 +192,8 @@ def _let_gpu_catch_up() -> None:
 def _wait_for(result: object) -> None:
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.ScriptObject):
-            dist.Work.unbox(leaf).wait()
+            if (work := dist.Work.unbox(leaf)) is not None:  # NCCL returns none if it runs on the current stream
+                work.wait()
         elif isinstance(leaf, Tensor):
             # It's a functional collective's result. For c10d's tensors, there's nothing to wait for.
             torch.ops._c10d_functional.wait_tensor(leaf)

@@ -8,7 +8,8 @@ median of published training runs, which are up to a quarter above or below it: 
 without recomputation, and 69% of the hardware's rate with it (`docs/performance.md`); fms-fsdp on A100s, 57% (README);
 torchtitan on H100s at 500 W, 33 to 39% (`benchmarks/llama3_h100_202412_torchtitan.md`); the Llama 3 paper, 38 to 43%
 (table 4); MPT on H100s, 40 to 46% without recomputation (llm-foundry, `scripts/train/benchmarking/README.md`). A device
-without such a run gets the most similar device's share, and the plan says so.
+without such a run gets the most similar device's share, and the plan says so. All of these runs are in bf16. In fp32,
+where matrix products take much longer than all else, an H100 reached two thirds of the peak rate (`docs/gpu-record.md`).
 
 Two constants, RECOMPUTED_GAIN and ATTENTION_COST, are fitted to 47 runs from the last of these sources
 (`planning.published_runs`). A third, LINK_SHARE, comes from nccl-tests.

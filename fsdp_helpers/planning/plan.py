@@ -30,7 +30,6 @@ from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.planning.walk.units import num_shards
 from fsdp_helpers.records import CollectiveCount, StateBytes
 
-HOST_UPDATE_BYTES_PER_S = 20e9  # a rank's share of a socket's memory bandwidth: four ranks, 8 channels of DDR5
 UPDATE_PASSES = 3  # each parameter is read and written, and its gradient is read; moments are extra
 HEAD = "head"  # the module of a language model whose logits can be computed in chunks
 CATEGORIES = {
@@ -336,7 +335,7 @@ def _time(subject: Subject, settings: Settings, cluster: Cluster, profile: StepP
         network=cluster.network,
         shards=shards,
         replicas=cluster.world_size // shards,
-        host_bytes_per_s=cluster.host_bytes_per_s if settings.strategy == "fsdp-offload" else None,
+        host_bytes_per_s=cluster.host_bytes_per_s,
         optimizer_s=_optimizer_s(settings, cluster, profile.num_trained / shards),
         spread=TYPICAL_RANGE if cluster.device else None,
     )
@@ -361,6 +360,6 @@ def _optimizer_s(settings: Settings, cluster: Cluster, values: float) -> float:
     value_bytes = PRECISIONS[settings.precision].kept
     state_bytes = named_optimizer(settings.optimizer).state_bytes(round(values), value_bytes)
     moved_bytes = UPDATE_PASSES * value_bytes * values + 2 * state_bytes
-    offloaded = settings.strategy == "fsdp-offload"
-    rate = HOST_UPDATE_BYTES_PER_S if offloaded else cluster.memory_bytes_per_s
+    on_host = settings.strategy == "fsdp-offload"
+    rate = cluster.host_update_bytes_per_s if on_host else cluster.memory_bytes_per_s
     return moved_bytes / rate if rate else 0.0

@@ -48,7 +48,7 @@ class Speed:
     network: Network
     shards: int  # ranks that share one copy of the state
     replicas: int  # number of copies; with DDP, each rank has one
-    host_bytes_per_s: float | None = None  # to and from the host, if it keeps the shards
+    host_bytes_per_s: float = float("inf")  # to and from the host, if it keeps the shards
     optimizer_s: float = 0.0
     spread: float | None = None  # how far published runs on a named device are above or below the estimate
 
@@ -103,10 +103,11 @@ class _Seconds:
         if task.queue == ARITHMETIC:
             share = task.amount / self._shares[task.what, task.unit]
             return share * self._factor[task.what] * self._flops[task.unit] / speed.flops_per_s
+        if task.ranks == 1:  # a copy of its own shard, from or to the host
+            return task.amount / speed.host_bytes_per_s
         if task.what == "all_reduce":
             return speed.network.seconds(task.what, task.amount, speed.replicas, stride=speed.shards)
-        from_host_s = task.amount / speed.shards / speed.host_bytes_per_s if speed.host_bytes_per_s else 0.0
-        return from_host_s + speed.network.seconds(task.what, task.amount, speed.shards)
+        return speed.network.seconds(task.what, task.amount, speed.shards)
 
 
 def flops_by_unit(unit_flops: Mapping[str, float], units: set[str]) -> Counter[str]:

@@ -1,8 +1,8 @@
 """Put a GPU's communication and arithmetic on a timeline, as queues that run in parallel. No torch import.
 
 Arithmetic runs in one queue and collectives in another, so both can be busy at the same time if an all-gather starts
-early enough. Hybrid sharding has a third queue, with its own ring, for all-reduces across the copies of the state.
-The other costs on a real GPU (kernel launches, copies within the device) are left out.
+early enough. A third queue follows reductions: hybrid sharding's all-reduces across the copies of the state, in their
+own ring, and copies of gradients to the host. Other costs (kernel launches, copies within the device) are left out.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 ARITHMETIC, COMMUNICATION, COPIES = "arithmetic", "communication", "between copies"
 BACKWARD_FACTOR = 2  # two matrix products for each one in forward
+FROM_HOST, TO_HOST = "from host", "to host"  # copies of shards that are offloaded
 AT_START, AT_END = "start", "end"  # when a collective is issued: at the start or end of the arithmetic before it
 
 
@@ -18,7 +19,7 @@ class Task:
     """One of a rank's tasks in a step: arithmetic or a collective."""
 
     queue: str
-    what: str  # "forward", "backward", or the name of a collective
+    what: str  # "forward", "backward", the name of a collective, FROM_HOST or TO_HOST
     unit: str | int
     amount: float = 0.0  # operations, or bytes of the full tensor
     asked: str = AT_START  # for a collective: AT_START or AT_END
@@ -52,7 +53,7 @@ def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> lis
         if task.queue == ARITHMETIC:
             ready_s = gathered_s.get(task.unit, 0.0)
         elif task.queue == COPIES:
-            ready_s = free_s[COMMUNICATION]  # a shard can be summed across the copies once it's complete
+            ready_s = max(free_s[COMMUNICATION], before.end_s)  # a shard leaves once it's complete
         else:
             ready_s = before.start_s if task.asked == AT_START else before.end_s
         start_s = max(free_s[task.queue], ready_s)
@@ -61,7 +62,7 @@ def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> lis
         free_s[task.queue] = span.end_s
         if task.queue == ARITHMETIC:
             before = span
-        elif task.what == "all_gather":
+        elif task.what in ("all_gather", FROM_HOST):
             gathered_s[task.unit] = span.end_s
         elif task.what == "reduce_scatter":
             free_s[ARITHMETIC] = max(free_s[ARITHMETIC], reduced_s)

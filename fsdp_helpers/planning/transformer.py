@@ -1,7 +1,8 @@
 """Calculate the memory that transformer blocks and stacks of blocks take in a step. No torch import.
 
 Vision transformers and Llama-like models have no dropout. Their attention is fused: it doesn't store its scores, and
-keeps one logarithm per token and head. Norms and attention keep their statistics in fp32. The method comes from
+keeps one logarithm per token and head. (On a GPU, PyTorch 2.11 has no such kernel for grouped queries in fp32; it
+stores the scores, which we don't count.) Norms and attention keep their statistics in fp32. The method comes from
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.1.
 """
 

@@ -125,8 +125,10 @@ class Decoder(nn.Module):
         positions = torch.arange(numbers.shape[1], device=numbers.device)
         angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
         tokens = self.embed_tokens(numbers)
+        # FSDP casts a layer's inputs to bf16, but PyTorch 2.11 doesn't when backward recomputes it
+        cosines, sines = angles.cos().to(tokens.dtype), angles.sin().to(tokens.dtype)
         for layer in self.layers:  # keep only each layer's input; backward recomputes the rest
-            tokens = checkpoint(layer, tokens, angles.cos(), angles.sin(), use_reentrant=False)
+            tokens = checkpoint(layer, tokens, cosines, sines, use_reentrant=False)
         return self.norm(tokens)
 
 

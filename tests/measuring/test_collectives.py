@@ -1,6 +1,7 @@
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,15 @@ def test_a_group_of_one_in_this_process(tmp_path):
         dist.barrier()
     assert [event.op for event in events] == ["all_reduce", "barrier"]
     assert (events[0].bytes, events[0].sent_bytes) == (12, 0)  # 3 values x 4 bytes; alone, one sends nothing
+
+
+def test_a_collective_may_return_nothing_to_wait_for(tmp_path, monkeypatch):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    # NCCL's synchronous collectives, which run on the current stream
+    monkeypatch.setattr(collectives.dist, "Work", SimpleNamespace(unbox=lambda leaf: None))
+    with trace_collectives() as events:
+        dist.all_reduce(torch.ones(3))
+    assert [(event.op, event.bytes) for event in events] == [("all_reduce", 12)]
 
 
 def test_counts_keep_the_order_of_first_appearance():

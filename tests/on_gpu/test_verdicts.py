@@ -32,7 +32,7 @@ def run(**changes) -> dict:
 def stream(**changes) -> dict:
     block_bytes = claims.NUM_BLOCKS * claims.BLOCK_BYTES
     copied = {"to_device_bytes": 2 * block_bytes, "to_host_bytes": block_bytes, "pinned": 16, "shards": 16}
-    times = {"overlap_us": 50.0, "beside_us": 90.0, "to_device_us": 80.0, "to_device_overlap_us": 40.0}
+    times = {"overlap_us": 50.0, "beside_us": 90.0, "to_device_us": 80.0, "to_device_overlap_us": 0.0}
     return {"streams": {"7": {}, "8": {}}} | copied | times | changes
 
 
@@ -42,7 +42,7 @@ def script_run(steps, status: int = 0, shift: float = 0.0) -> dict:
 
 def plan(**changes) -> dict:
     measured = {"requested_bytes": 2000 * MB, "allocated_bytes": 2100 * MB, "reserved_bytes": 2200 * MB}
-    measured |= {"seconds": [0.1, 0.2, 0.3]} | changes
+    measured |= {"seconds": [0.1, 0.2, 0.3], "host_update_bytes_per_s": 1e11} | changes
     planned = {"peak_bytes": 2000 * MB, "step_s": [0.15, 0.25]}
     return {"num_params": 8 * 10**8, "plan_by_shape": planned, "plan_by_factory": planned, "measured": measured}
 
@@ -52,6 +52,7 @@ GOOD = {
     "local": {"local": run()},
     "ddp": {"local": run(), "ddp": run(held_bytes=20 * claims.NUM_PARAMS + 44)},
     "fsdp2": {"local": run(), "fsdp2": run()},
+    "fsdp1": {"local": run(), "fsdp1": run(predicted_peak_bytes=None)},
     "offload, fsdp2": {"local": run(), "offload, fsdp2": run(held_bytes=1000)},
     "units": {"none": run(), "units": run(peak_bytes=20 * MB, predicted_peak_bytes=20 * MB)},
     "bf16": {"none": run(), "bf16": run(peak_bytes=20 * MB, predicted_peak_bytes=20 * MB, losses=[2.301, 2.2])},
@@ -62,7 +63,7 @@ GOOD = {
         "eager": {"losses": [2.3, 2.2], "step_s": 0.01},
         "compiled": {"losses": [2.3, 2.2], "step_s": 0.005, "first_s": 9.0},
     },
-    "plans": {"gpu": "NVIDIA H100 80GB HBM3", "bf16": plan()},
+    "plans": {"gpu": "NVIDIA H100 80GB HBM3", "bf16": plan(), "bf16, offload": plan(), "fp32": plan(seconds=[9.0])},
     "live ranks": {
         "message": "rank 0 of 1 failed: OutOfMemoryError: CUDA out of memory.",
         "total": [1.0],
@@ -122,7 +123,8 @@ BAD = [
     ("streams", change("offload", "pinned", 15), "offload: pinned shards"),
     ("streams", change("offload", "to_device_bytes", 1), "offload: bytes to the GPU in a step"),
     ("streams", change("offload", "to_host_bytes", 0), "offload: bytes to the host in a step"),
-    ("streams", change("offload", "to_device_overlap_us", 0.0), "offload: copies to the GPU beside arithmetic"),
+    ("streams", change("offload", "to_device_overlap_us", 40.0), "offload: copies to the GPU beside arithmetic"),
+    ("streams", change("offload", "to_device_us", 0.0), "offload: copies to the GPU beside arithmetic"),
     ("compile per block", change("num_graphs", 4), "compiled blocks: graphs for all four"),
     ("compile per block", change("compiled", "losses", [2.3, 2.21]), "compiled blocks: losses"),
     ("plans", change("bf16", "measured", "requested_bytes", 2200 * MB), "0.8 B, bf16: peak, planned by shape"),

@@ -21,10 +21,10 @@ FLOPS = {"a": 10_000, "b": 10_000}
 RECORD = Path(__file__).parents[2] / "notebooks/reference/bandwidth.json"
 
 
-def timed(speed: Speed = SPEED, ranks: int = 2, parts: int = 1, **changes):
+def timed(speed: Speed = SPEED, ranks: int = 2, parts: int = 1, has_host: bool = False, **changes):
     config = TrainConfig(**({"strategy": "fsdp-auto-wrap", "micro_batches": parts} | changes))
     replicas = speed.replicas if config.sharding == "hybrid" else None
-    step = walk_step(PROFILE, config, ranks, ["a", "b"], backend="nccl", replicas=replicas)
+    step = walk_step(PROFILE, config, ranks, ["a", "b"], backend="nccl", replicas=replicas, has_host=has_host)
     return time_step(step, FLOPS, speed, backward_factor=2, parts=parts)
 
 
@@ -68,9 +68,22 @@ def test_hybrid_has_two_rings():
 
 
 def test_offloading_costs_its_link():
-    offloaded = timed(replace(SPEED, host_bytes_per_s=1_000), strategy="fsdp-offload")
+    offloaded = timed(replace(SPEED, host_bytes_per_s=1_000), strategy="fsdp-offload", has_host=True)
     # a shard of a block, 2,000 bytes, comes with each of four gathers and goes with each of two reductions
     assert offloaded.communication_s == pytest.approx(timed().communication_s + 6 * 2 + 2 * 0.032)
+    # Half the bytes are gathered in bf16, but shards of 4 bytes a value are copied all the same
+    halves = timed(replace(SPEED, host_bytes_per_s=1_000), strategy="fsdp-offload", has_host=True, precision="bf16")
+    assert offloaded.communication_s - halves.communication_s == pytest.approx(4 * 1 + 0.016)
+
+
+def test_a_single_rank_waits_for_each_copy_from_the_host():
+    alone = replace(SPEED, shards=1, host_bytes_per_s=1_000)
+    time = timed(alone, ranks=1, strategy="fsdp-offload", has_host=True)
+    # 4 s a block, in forward and in backward, and the root's 64 ms once; b's gradient goes back while a computes, and
+    # a's and the root's at the end
+    assert time.communication_s == pytest.approx(4 * 4 + 0.064 + 2 * 4 + 0.064)
+    assert time.exposed_s == pytest.approx(4 * 4 + 0.064 + 4 + 0.064)
+    assert timed(alone, ranks=1).exposed_s == 0.0
 
 
 def test_operations_belong_to_the_innermost_unit():

@@ -1,6 +1,8 @@
 """finetune.py: a model of a different shape, a text of one's own, two ranks, then three; read back by the package."""
 
+import contextlib
 import functools
+import io
 import json
 import math
 import os
@@ -262,6 +264,23 @@ def test_units_recomputation_and_chunks(alone, monkeypatch):
     assert recomputed[:per_step] == ["FSDPLayer"] * 3 + ["loss_of"] * 4 and len(recomputed) == 5 * per_step
     assert saved == [("step-00000004", 4 * per_step), ("step-00000005", 5 * per_step)]  # in the middle, too
     assert script.compute_dtype(torch.device("cuda")) == torch.bfloat16
+
+
+def test_layers_get_all_their_inputs_in_bf16(alone):
+    """As on a GPU, and as with a torch that doesn't cast a layer's inputs when it's recomputed: here it never does."""
+    script, arguments = alone
+    in_fp32 = _losses_of(script, arguments)
+    script.compute_dtype = lambda device: torch.bfloat16
+    script.MixedPrecisionPolicy = functools.partial(MixedPrecisionPolicy, cast_forward_inputs=False)
+    in_bf16 = _losses_of(script, [*arguments[:2], f"{arguments[2]}-bf16"])
+    assert in_bf16 != in_fp32 and in_bf16 == pytest.approx(in_fp32, abs=0.02)
+
+
+def _losses_of(script, arguments) -> list[float]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        script.main(*arguments, "3")
+    return [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output.getvalue(), re.MULTILINE)]
 
 
 def test_the_loss_is_computed_in_fp32():

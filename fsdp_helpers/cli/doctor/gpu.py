@@ -103,9 +103,9 @@ def version_of(name: str) -> str:
 
 
 def run_checks(
-    modules: Sequence[str], folder: Path, *, limit_s: float = 600.0, say: Callable[[str], None] = lambda line: None
+    modules: Sequence[str], folder: Path, *, limit_s: float = 600.0, only: Sequence[str] = (), say: Callable = print
 ) -> list[Result]:
-    """Run the checks that each module lists in CHECKS, and return their results.
+    """Run the checks that each module lists in CHECKS, or those with titles in `only`, and return their results.
 
     `say` gets each line of the table as soon as it's known. `folder` gets each check's output, and record.json and
     record.md, which are written again after every check. After `limit_s` seconds, the remaining checks are left out.
@@ -114,7 +114,7 @@ def run_checks(
 
     num_gpus, until_s = count(), time.monotonic() + limit_s
     folder.mkdir(parents=True, exist_ok=True)
-    checks = [(module, check) for module in modules for check in load(module)]
+    checks = [(module, check) for module in modules for check in load(module) if not only or check.title in only]
     results: dict[str, Result] = {}
 
     def run(one: tuple[str, Check]) -> None:
@@ -272,7 +272,7 @@ def verdict(results: Sequence[Result]) -> str:
     return f"{len(findings) - len(skipped)} of {len(findings)} passed, {len(skipped)} left out."
 
 
-def main(modules: Sequence[str], folder: Path, limit_s: float = 600.0) -> int:
+def main(modules: Sequence[str], folder: Path, limit_s: float = 600.0, only: Sequence[str] = ()) -> int:
     """Run the checks, print the table, and return the exit status: 1 if anything is wrong, 2 if there's no GPU."""
     print(packages(), flush=True)
     try:
@@ -280,6 +280,6 @@ def main(modules: Sequence[str], folder: Path, limit_s: float = 600.0) -> int:
     except Unfit as reason:
         print(f"fsdp_helpers: {reason}", file=sys.stderr)
         return 2
-    results = run_checks(modules, folder, limit_s=limit_s, say=lambda line: print(line, flush=True))
+    results = run_checks(modules, folder, limit_s=limit_s, only=only, say=lambda line: print(line, flush=True))
     print(f"\n{verdict(results)}")
     return int(any(finding.result == FAIL for result in results for finding in result.findings))

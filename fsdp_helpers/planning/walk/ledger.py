@@ -100,7 +100,7 @@ class Ledger:
         counted = dict(self._collectives)
         self.tasks += [*tasks] * times
         for task in tasks:
-            if task.queue == ARITHMETIC:
+            if task.what not in counted:  # no collective
                 continue
             count, ranks = counted[task.what], task.ranks
             sent_bytes = collective_sent_bytes(task.what, int(task.amount), ranks)

@@ -10,10 +10,11 @@ from math import prod
 from fsdp_helpers.planning.optimizers import Optimizer
 from fsdp_helpers.planning.precisions import ValueBytes
 from fsdp_helpers.planning.profile import ROOT, StepProfile
+from fsdp_helpers.planning.streams import AT_END, AT_START, COMMUNICATION, COPIES, FROM_HOST, TO_HOST, Task
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.planning.walk.ledger import Ledger, Term
 
-FROM_HOST, LAID_OUT = "shard from the host", "gradients, laid out"
+SHARD, LAID_OUT = "shard from the host", "gradients, laid out"
 GPU_BACKEND = "nccl"
 COPY_OF_GLOO = "gloo's copy"
 
@@ -148,6 +149,8 @@ class Shards:
     def gather(self, unit: Unit) -> None:
         size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
         self._ledger.hold(unit.name, Term(kind="gathered", name=unit.label, **size))
+        if self.ranks == 1 and unit.parameters:  # torch copies in the compute stream, so nothing hides it
+            self._copy(FROM_HOST, unit, unit.padded, asked=AT_END)
 
     def free_gathered(self, unit: Unit) -> None:
         self._ledger.free(unit.name, "gathered", unit.label)
@@ -188,11 +191,18 @@ class Shards:
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
 
+    def _copy(self, what: str, unit: Unit, values: int, asked: str) -> None:
+        """Add a copy of a shard from or to the host, in the precision of the parameters, if shards are offloaded."""
+        if self._offloads:
+            queue, size = COPIES if what == TO_HOST else COMMUNICATION, self.sizes.kept * (values // self.ranks)
+            self._ledger.tasks.append(Task(queue=queue, what=what, unit=unit.name, amount=size, asked=asked))
+
     def all_gather(self, unit: Unit) -> None:
+        self._copy(FROM_HOST, unit, unit.padded, asked=AT_START)
         self._communicate("all_gather", unit, unit.padded, self.sizes.gathered)
         if self._offloads:
-            self.take_buffer(FROM_HOST, unit, unit.padded, self.sizes.gathered, self.ranks)
-            self.free_buffer(FROM_HOST, unit)
+            self.take_buffer(SHARD, unit, unit.padded, self.sizes.gathered, self.ranks)
+            self.free_buffer(SHARD, unit)
 
     def reduce_scatter(self, unit: Unit, values: int) -> None:
         self._communicate("reduce_scatter", unit, values, self.sizes.reduced)
@@ -208,6 +218,7 @@ class Shards:
         """Sum a gradient shard across all copies of the state, if there are several."""
         full_bytes = self.sizes.reduced * (values // self.ranks)
         self._ledger.communicate("all_reduce", full_bytes, self._replicas, unit.name, late=True, between_copies=True)
+        self._copy(TO_HOST, unit, values, asked=AT_END)
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
         """Hold one parameter's full gradient."""

@@ -97,6 +97,12 @@ def test_when_the_time_is_up_checks_are_left_out(tmp_path, monkeypatch):
     assert all("the time is up" in only(result).measured for result in results)
 
 
+def test_checks_that_are_named_run_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "count", lambda: 1)
+    results = gpu.run_checks(["on_gpu.rehearsal"], tmp_path, limit_s=0.0, only=("hangs", "measures nothing"))
+    assert [result.title for result in results] == ["hangs", "measures nothing"]
+
+
 def test_a_module_that_lacks_a_package_is_left_out_and_a_broken_one_fails(monkeypatch, tmp_path):
     (tmp_path / "lacking.py").write_text("import tqdm")
     (tmp_path / "broken.py").write_text("from torch import no_such_name")
