@@ -1,12 +1,14 @@
 """# Gradients are clipped by a different factor on each rank
 
-**Why.** The norm of one rank's shards isn't the norm of the full gradient. Each rank scales its shards by a different
+**Why.** The norm of one rank's shards isn't the norm of the full gradient: in a large model, it's about the full norm
+divided by the square root of N, the number of ranks. Clip by it, and each rank scales its shards by a different
 factor, so the gradient's direction changes, and its norm stays above the limit.
 
-**How to tell.** Compute the gradient norm again after clipping: it's above the limit. If you only log a norm, see
-[the norm that shrinks with the number of ranks](wrong-local-norm-logged.py).
+**How to tell.** Each rank logs a different norm, smaller with more ranks. Computed again after clipping, the gradient's
+norm is above the limit.
 
-**The fix.** Use `nn.utils.clip_grad_norm_`, which handles DTensors. With FSDP1, call `model.clip_grad_norm_`.
+**The fix.** Use `nn.utils.clip_grad_norm_`, which handles DTensors and returns the norm; call `full_tensor()` on it
+before you log it. With FSDP1, call `model.clip_grad_norm_`.
 
 **What you see.**
 
@@ -14,6 +16,7 @@ factor, so the gradient's direction changes, and its norm stays above the limit.
 
 **Also seen as**
 
+- the gradient norm is off by √N: ranks log different norms, smaller with more GPUs or nodes
 - clip_grad_norm_ gives a different norm on each rank, or a non-finite gradient norm isn't noticed
 - clip_grad_value or max_grad_norm has no effect
 - `` `clip_grad_norm_()` should only be called on the root FSDP instance `` (a run on the CPU)

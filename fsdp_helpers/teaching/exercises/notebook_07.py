@@ -78,7 +78,7 @@ def _expect_accumulated(step: dict[str, Any], says: str) -> None:
     expect(
         abs(given / step["norm"] - 1) < TOLERANCE,
         f"{says}gradient_norm returns {given:.5f}, not the norm of the full gradient; whose shards does it cover?",
-        "wrong-local-norm-logged",
+        "wrong-clip-local-norm",
         "wrong-clip-local-norm",
     )
     expect(abs(step["norm_after"] / step["norm"] - 1) < TOLERANCE, f"{says}gradient_norm must not change the gradient")
