@@ -99,8 +99,10 @@ def test_offload_moves_the_state_to_the_host(api, digits_dir):
     # The same state, 16 P = 19,198,112 bytes: on the device in one run, on the host in the other.
     for rank in (kept, offloaded):
         assert rank.parameter_bytes + rank.gradient_bytes + rank.optimizer_bytes == 19_198_112
-    # Work spaces of the libraries stay on the device in both; what differs is the state.
-    assert kept.held_bytes - offloaded.held_bytes > 0.9 * 19_198_112
+    # Work spaces of the libraries stay on the device in both; what differs is the state. One rank's gradients stay, too,
+    # under FSDP1, which doesn't shard then.
+    moved = {"fsdp1": 0.7, "fsdp2": 0.9}[api]
+    assert kept.held_bytes - offloaded.held_bytes > moved * 19_198_112
 
 
 def test_phases_and_curve_of_a_step(digits_dir):
