@@ -125,6 +125,7 @@ def test_clipping_by_mesh_finds_the_norm_of_one_process_and_scales_to_the_limit(
 
 
 def test_without_enter_the_output_of_a_split_mlp_is_right_and_its_gradient_wrong(chapter):
+    chapter.run("tensor-by-hand")
     for off in chapter.value("ranks['mlps_off']"):
         assert max(off["split"].values()) < TOLERANCE and off["two biases"]["output"] > WRONG
         assert off["no Enter"]["output"] < TOLERANCE < WRONG < off["no Enter"]["gradient"]
