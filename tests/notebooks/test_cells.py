@@ -60,6 +60,10 @@ CALLS = {
         "get_state_dict",
         "set_model_state_dict",
         "set_optimizer_state_dict",
+        "FullyShardedDataParallel|FSDP",
+        "state_dict_type",
+        "optim_state_dict",
+        "no_sync",
     ),
     "15": (
         "init_device_mesh",

@@ -78,6 +78,7 @@ def draw_pipeline(schedules: Mapping[str, Sequence[Sequence[PipelineWork]]]) -> 
 def draw_sent(runs: Mapping[str, Mapping[str, int]]) -> tuple[Figure, Axes]:
     """Draw the bytes a rank sends in a step, one bar per run, stacked by collective."""
     ops = list(dict.fromkeys(op for sent in runs.values() for op in sent))
+    names = {op: op.replace("_", "-") for op in ops}
     with figure_style():
         fig, ax = plt.subplots(figsize=(8, 0.9 + 0.4 * len(runs)), layout="constrained")
         for row, sent in enumerate(runs.values()):
@@ -87,11 +88,12 @@ def draw_sent(runs: Mapping[str, Mapping[str, int]]) -> tuple[Figure, Axes]:
                 left += sent_bytes / MB
             ax.text(left, row, f" {in_mb(sum(sent.values()))}", va="center", color=TEXT_COLOR)
         ax.set_yticks(range(len(runs)), list(runs))
-        ax.set(xlabel="sent by rank 0 in a step (MB)", ylim=(len(runs) - 0.5, -0.5))
+        ax.set(xlabel="what rank 0 sends in a step (MB)", ylim=(len(runs) - 0.5, -0.5))
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-        ax.legend(handles=swatches({op: OP_COLORS[op] for op in ops}), ncols=len(ops), **place)
+        ax.legend(handles=swatches({names[op]: OP_COLORS[op] for op in ops}), ncols=len(ops), **place)
     told = [
-        f"{name}: {', '.join(f'{op} {in_mb(size)} MB' for op, size in sent.items())}." for name, sent in runs.items()
+        f"{name}: {', '.join(f'{names[op]} {in_mb(size)} MB' for op, size in sent.items())}."
+        for name, sent in runs.items()
     ]
     put_in_words(fig, " ".join(["Bytes that rank 0 sends in a step.", *told]))
     return fig, ax

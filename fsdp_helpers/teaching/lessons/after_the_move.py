@@ -1,8 +1,4 @@
-"""For notebook 14: how ranks start after the move to FSDP2, and a check that finds faults before they cost a day."""
-
-import copy
-import os
-import subprocess
+"""For notebook 14: a check that finds a moved job's faults before they cost a day."""
 
 import torch
 import torch.distributed as dist
@@ -17,74 +13,6 @@ from fsdp_helpers.teaching.lessons.moved_job import build_model, make_optimizer,
 
 SMALL_UNIT = 10_000  # parameters; a unit with fewer isn't worth a collective
 STEPS_DONE = 2
-
-# ---------------------------------------------------------------- from srun to torchrun
-
-
-def ranks_from_srun() -> dict[str, int | str]:
-    """For one Slurm task per GPU, return this process's rank and local rank, the world size and the first node."""
-    nodes = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
-    )
-    return {
-        "rank": int(os.environ["SLURM_PROCID"]),
-        "local_rank": int(os.environ["SLURM_LOCALID"]),
-        "world_size": int(os.environ["SLURM_NTASKS"]),
-        "first_node": nodes.stdout.split()[0],
-    }
-
-
-def ranks_from_torchrun() -> dict[str, int | str]:
-    """For one torchrun per node, return this process's rank and local rank, the world size and the first node."""
-    return {
-        "rank": int(os.environ["RANK"]),
-        "local_rank": int(os.environ["LOCAL_RANK"]),
-        "world_size": int(os.environ["WORLD_SIZE"]),
-        "first_node": os.environ["MASTER_ADDR"],
-    }
-
-
-def measure_lines(rank: int, world_size: int) -> dict[str, object]:
-    """Run some lines from DDP scripts under FSDP2; return their effects on this rank."""
-    mesh = init_device_mesh(rank_device().type, (world_size,))
-    found = {"inf on one rank": scale_gradients(rank, mesh)}
-    layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    with torch.autocast(rank_device().type, torch.bfloat16):
-        outputs = layer(torch.ones(2, 4, device=rank_device()))
-    outputs.float().sum().backward()
-    found["autocast"] = str(outputs.dtype), str(layer.weight.grad.dtype)
-    scalar = nn.Module()
-    scalar.scale = nn.Parameter(torch.ones(()))
-    for name, call in {
-        "deepcopy": lambda: copy.deepcopy(layer),
-        "scalar": lambda: fully_shard(scalar, mesh=mesh),
-    }.items():
-        try:
-            call()
-        except (AssertionError, ValueError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def scale_gradients(rank: int, mesh: dist.DeviceMesh) -> list[bool]:
-    """Take two steps with GradScaler, the first with an inf on rank 1; return which ones changed this rank's shard."""
-    torch.manual_seed(0)
-    layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(rank_device().type, init_scale=8.0)
-    changed = []
-    for factor in (float("inf") if rank == 1 else 1.0, 1.0):
-        optimizer.zero_grad()
-        before = layer.weight.to_local().clone()
-        loss = layer(torch.ones(2, 4, device=rank_device())).sum() * factor
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        changed.append(not torch.equal(before, layer.weight.to_local()))
-    return changed
-
-
-# ---------------------------------------------------------------- a checklist
 
 
 def look_at(model: nn.Module, optimizer: torch.optim.Optimizer, num_batches: int, steps_done: int) -> list[str]:

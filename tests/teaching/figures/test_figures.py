@@ -289,7 +289,7 @@ CASES = {
     "sent": Case(
         dimension_plots.draw_sent,
         ({"FSDP": {"all_gather": 2 * MB, "reduce_scatter": MB}, "experts": {"all_to_all": MB // 2}},),
-        ("FSDP: all_gather 2.0 MB, reduce_scatter 1.0 MB. experts: all_to_all 0.5 MB.",),
+        ("FSDP: all-gather 2.0 MB, reduce-scatter 1.0 MB. experts: all-to-all 0.5 MB.",),
         bars=[(0, 2), (2, 1), (0, 0.5)],
         texts=["3.0", "0.5"],
     ),
