@@ -117,7 +117,7 @@ DIFFERENT = run_of(rank_record(), rank_record(rank=1, peak_bytes=39 * MB))
 RATES = [(None, 0.024), (1e9, 0.060), (5e7, 0.800)]
 PHASES = [(0, 100), (100, 100), (200, 100)]
 MESH = {"data": ["first half", "second half"], "tensor": ["head 0", "head 1"]}
-ORDER, GATHERS = ["F0", "F1", "B0", "B1"], ["gather 0", "gather 1", "compute 0"]
+ORDER = ["F0", "F1", "B0", "B1"]
 CASES = {
     "losses": Case(
         plots.plot_step_losses,
@@ -263,9 +263,6 @@ CASES = {
         # Two forwards, after the first all-gather, and two backwards of twice the length; below them two all-gathers for
         # forward, two for backward, and both reduce-scatters.
         bars=[(1, 2), (3, 2), (5, 4), (9, 4), (0, 1), (1, 1), (3, 1), (5, 1), (9, 1), (13, 1)],
-    ),
-    "gathers": Case(
-        drawings.draw_gathers, ({"ahead": GATHERS},), ("ahead: gather 0, gather 1, compute 0.",), texts=GATHERS
     ),
     "meshes": Case(
         dimension_plots.draw_meshes,
