@@ -237,7 +237,7 @@ CASES = {
     "errors": Case(
         plans.plot_errors,
         ([error_row("DDP", True, 101), error_row("DDP", False, 99), error_row("bf16", True, 100)],),
-        ("3 of 3 peaks within 1%; the worst is 1.0% off", "m, real ranks: 1 at 0, 0 at 1. m, a rank of N: -1 at 0.08."),
+        ("3 of 3 peaks within 1%; the worst is 1.0% off", "m, real ranks: 1 at 0, 0 at 1. m, one rank of N: -1 at 0.08."),
     ),
     "stages": Case(
         drawings.draw_step,
