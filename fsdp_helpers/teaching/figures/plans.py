@@ -83,7 +83,9 @@ def plot_what_fits(
         for size in sizes:
             ax.axhline(size, color=FRAME_COLOR, linestyle="--", linewidth=0.8)
             ax.text(1.005, size, f"{size} GB", transform=ax.get_yaxis_transform(), va="center", color=TEXT_COLOR)
-        ax.set(xscale="log", yscale="log", xlabel="ranks, each with the same batch", ylabel="memory needed per rank (GB)")
+        ax.set(
+            xscale="log", yscale="log", xlabel="ranks, each with the same batch", ylabel="memory needed per rank (GB)"
+        )
         ticks = [ranks for ranks in next(iter(needed.values())) if ranks & (ranks - 1) == 0]
         ax.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
         ax.set_yticks(sizes, [str(size) for size in sizes])
