@@ -35,7 +35,6 @@ CALLS = {
     ),
     "08": (
         "fully_shard",
-        "auto_wrap_policy=",
         "to_empty",
         "torch.compile",
         "set_modules_to_forward_prefetch",

@@ -197,21 +197,3 @@ def _draw_span(ax: Axes, row: int, span: Span, color: str) -> None:
     )
     middle_ms = left_ms + width_ms / 2
     ax.text(middle_ms, row, str(span.unit), ha="center", va="center_baseline", color="white")
-
-
-def draw_gathers(orders: Mapping[str, Sequence[str]]) -> tuple[Figure, Axes]:
-    """Draw the order of events in forward, one row per setting; an entry looks like "gather 3" or "compute 3"."""
-    with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 0.9 + 0.55 * len(orders)), layout="constrained")
-        for row, order in enumerate(orders.values()):
-            for place, entry in enumerate(order):
-                gathers = entry.startswith("gather")
-                color = OP_COLORS["all_gather"] if gathers else TEXT_COLOR
-                ax.barh(row, 0.9, left=place, height=0.6, color=color)
-                ax.text(place + 0.45, row, entry, ha="center", va="center", color="white")
-        ax.set_yticks(range(len(orders)), list(orders))
-        ax.set(xticks=[], ylim=(len(orders) - 0.5, -0.5), xlabel="order in forward →; numbers are blocks")
-        ax.margins(x=0.01)
-    told = "; ".join(f"{name}: {', '.join(order)}" for name, order in orders.items())
-    put_in_words(fig, f"The events of a forward pass, in order. {told}.")
-    return fig, ax

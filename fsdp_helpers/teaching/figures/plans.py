@@ -83,7 +83,9 @@ def plot_what_fits(
         for size in sizes:
             ax.axhline(size, color=FRAME_COLOR, linestyle="--", linewidth=0.8)
             ax.text(1.005, size, f"{size} GB", transform=ax.get_yaxis_transform(), va="center", color=TEXT_COLOR)
-        ax.set(xscale="log", yscale="log", xlabel="ranks, each with the same batch", ylabel="on one rank (GB)")
+        ax.set(
+            xscale="log", yscale="log", xlabel="ranks, each with the same batch", ylabel="memory needed per rank (GB)"
+        )
         ticks = [ranks for ranks in next(iter(needed.values())) if ranks & (ranks - 1) == 0]
         ax.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
         ax.set_yticks(sizes, [str(size) for size in sizes])
@@ -108,7 +110,7 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
                 places = [variants.index(row.variant) + beside + (0.0 if real else 0.08) for row in chosen]
                 color = SERIES_COLORS[1:][shift]
                 look = {"facecolor": color if real else "none", "edgecolor": color, "marker": marker}
-                label = f"{model}, {'real ranks' if real else 'a rank of N'}"
+                label = f"{model}, {'real ranks' if real else 'one rank of N'}"
                 ax.scatter(places, [100 * row.error for row in chosen], s=22, label=label, **look)
         ax.axhspan(-100 * NEAR, 100 * NEAR, color=FRAME_COLOR, alpha=0.2, zorder=0)
         ax.axhline(0, color=FRAME_COLOR, linewidth=0.8, zorder=0)

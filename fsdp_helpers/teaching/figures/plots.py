@@ -4,16 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.measuring.step_profile import predicted_peaks
-from fsdp_helpers.planning.devices import TYPICAL_RANGE
-from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
 from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RunRecord, StepTrace
@@ -43,13 +40,10 @@ from fsdp_helpers.teaching.figures.titles import (
     peak_of_curve,
     same_losses,
     sent_in_a_step,
-    slowed_by,
     titled,
 )
 from fsdp_helpers.training.palette import TEXT_COLOR
 
-MBIT = 1e6
-BAND = f"planned: full overlap to no overlap at {100 * TYPICAL_RANGE:.0f}% lower rates"
 HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
@@ -278,38 +272,3 @@ def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence
     ]
     put_in_words(fig, f"{finding}. In this order to the device: {orders[0]}; to the host: {orders[1]}.")
     return fig, ax
-
-
-def plot_step_times(rates: Sequence[dict]) -> tuple[Figure, Axes]:
-    """Plot measured step times against bandwidth, on top of the planner's range from the shortest to the longest step.
-
-    Each of `rates` has `bits_per_s` (None: unlimited), `step_s` and `sent_bytes`, as in the saved record.
-    """
-    (unlimited_s,) = [row["step_s"] for row in rates if row["bits_per_s"] is None]
-    limited = [row for row in rates if row["bits_per_s"] is not None]
-    bandwidths = [row["bits_per_s"] / MBIT for row in limited]
-    between = np.geomspace(min(bandwidths), max(bandwidths))
-    network_s = 8 * limited[0]["sent_bytes"] / (between * MBIT)
-    shortest_s, longest_s = zip(*(step_range_s(unlimited_s, one_s) for one_s in network_s), strict=True)
-    color = STRATEGY_COLORS["ddp"]
-    with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 3.4), layout="constrained")
-        ax.plot(bandwidths, milli([row["step_s"] for row in limited]), "o", color=TEXT_COLOR, label="measured")
-        ax.fill_between(between, milli(shortest_s), milli(longest_s), color=color, alpha=0.15, label=BAND)
-        ax.plot(between, milli(network_s), "--", color=color, label="sent bytes / bandwidth")
-        ax.axhline(1000 * unlimited_s, linestyle=":", color=TEXT_COLOR, label="measured, unlimited")
-        ax.set(xscale="log", yscale="log", xlabel="bandwidth (Mbit/s)", ylabel="step time (ms)")
-        ax.set_xticks(bandwidths, [f"{bandwidth:,.0f}" for bandwidth in bandwidths])
-        ax.set_xticks([], minor=True)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        ax.yaxis.set_minor_locator(NullLocator())
-        measured_s = dict(zip(bandwidths, [row["step_s"] for row in limited], strict=True))
-        ax.set_title(titled(slowed_by(measured_s, unlimited_s), "ShallowNet under DDP, across two machines"))
-        fig.legend(loc="outside lower left", ncols=2)
-    return fig, ax
-
-
-def milli(values: Sequence[float]) -> list[float]:
-    """Convert seconds to milliseconds."""
-    return [1000 * value for value in values]

@@ -119,13 +119,5 @@ def errors_within(errors: Sequence[float], bound: float) -> str:
     return f"{within} of {len(errors)} peaks within {_percent(bound)}; the worst is {_percent(worst, 1)} off"
 
 
-def slowed_by(steps_s: Mapping[float, float], unlimited_s: float) -> str:
-    """State the ratio of the slowest link's step time to that of an unlimited link; `steps_s` is keyed by Mbit/s."""
-    slowest = min(steps_s)
-    return (
-        f"At {slowest:,.0f} Mbit/s, a step takes {steps_s[slowest] / unlimited_s:.0f} times as long as without a limit"
-    )
-
-
 def _percent(share: float, decimals: int = 0) -> str:
     return f"{100 * share:.{decimals}f}%"

@@ -114,10 +114,9 @@ COPY = OffloadCopy(name="blocks.0.weight", way=TO_DEVICE, bytes=4 * MB, start_s=
 TWO_RUNS = {"ddp": run_of(rank_record(), rank_record()), "fsdp": run_of(rank_record(peak_bytes=30 * MB))}
 ALIKE = run_of(rank_record(), rank_record(rank=1, peak_bytes=40 * MB + 16))  # padding: 16 bytes
 DIFFERENT = run_of(rank_record(), rank_record(rank=1, peak_bytes=39 * MB))
-RATES = [(None, 0.024), (1e9, 0.060), (5e7, 0.800)]
 PHASES = [(0, 100), (100, 100), (200, 100)]
 MESH = {"data": ["first half", "second half"], "tensor": ["head 0", "head 1"]}
-ORDER, GATHERS = ["F0", "F1", "B0", "B1"], ["gather 0", "gather 1", "compute 0"]
+ORDER = ["F0", "F1", "B0", "B1"]
 CASES = {
     "losses": Case(
         plots.plot_step_losses,
@@ -211,11 +210,6 @@ CASES = {
         ("Copies of units: 1 to the device, 1 to the host. In this order to the device: 0; to the host: 0.",),
         texts=["forward", "backward", "step", "0", "0"],
     ),
-    "bandwidth": Case(
-        plots.plot_step_times,
-        ([{"bits_per_s": rate, "step_s": seconds, "sent_bytes": 4_800_000} for rate, seconds in RATES],),
-        ("At 50 Mbit/s, a step takes 33 times as long", "measured: 60 at 1,000, 800 at 50."),
-    ),
     "waterfall": Case(
         plans.plot_waterfall,
         (PLANS, "title"),
@@ -237,7 +231,10 @@ CASES = {
     "errors": Case(
         plans.plot_errors,
         ([error_row("DDP", True, 101), error_row("DDP", False, 99), error_row("bf16", True, 100)],),
-        ("3 of 3 peaks within 1%; the worst is 1.0% off", "m, real ranks: 1 at 0, 0 at 1. m, a rank of N: -1 at 0.08."),
+        (
+            "3 of 3 peaks within 1%; the worst is 1.0% off",
+            "m, real ranks: 1 at 0, 0 at 1. m, one rank of N: -1 at 0.08.",
+        ),
     ),
     "stages": Case(
         drawings.draw_step,
@@ -263,9 +260,6 @@ CASES = {
         # Two forwards, after the first all-gather, and two backwards of twice the length; below them two all-gathers for
         # forward, two for backward, and both reduce-scatters.
         bars=[(1, 2), (3, 2), (5, 4), (9, 4), (0, 1), (1, 1), (3, 1), (5, 1), (9, 1), (13, 1)],
-    ),
-    "gathers": Case(
-        drawings.draw_gathers, ({"ahead": GATHERS},), ("ahead: gather 0, gather 1, compute 0.",), texts=GATHERS
     ),
     "meshes": Case(
         dimension_plots.draw_meshes,
@@ -330,12 +324,6 @@ def filled(ax: Axes, kind: str) -> int:
 def test_a_drawn_step_fills_what_each_rank_has(strategy, num_ranks, shards):
     ax = drawings.draw_step(strategy, num_ranks)[1]
     assert {kind: filled(ax, kind) for kind in shards} == shards
-
-
-def test_the_planned_band_contains_the_arithmetic_as_well_as_the_bytes():
-    band = plots.plot_step_times(*CASES["bandwidth"].arguments)[1].collections[0].get_paths()[0].vertices
-    at_the_right = band[band[:, 0] > 999.9, 1]  # at 1 Gbit/s, the bytes alone take 38.4 ms
-    assert min(at_the_right) == pytest.approx(38.4) and 60 < max(at_the_right)
 
 
 def test_a_bar_of_a_plan_has_the_color_of_its_category_in_every_figure():

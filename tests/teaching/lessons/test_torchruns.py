@@ -8,8 +8,6 @@ from leftovers import PROJECT
 from programs import wait_until
 
 from fsdp_helpers.planning.traffic import step_range_s
-from fsdp_helpers.teaching.figures import plots
-from fsdp_helpers.teaching.figures.descriptions import describe
 from fsdp_helpers.teaching.lessons import torchruns
 
 REFERENCE = PROJECT / "notebooks" / "reference"
@@ -106,21 +104,3 @@ def test_the_kept_job_says_nothing_of_its_machine():
     assert "/tmp/" not in text and "/root" not in text and "/work" not in text
     record = json.loads(text)
     assert len(record["step_losses"]) == 20 and [home["RANK"] for home in record["homes"]] == ["0", "1"]
-
-
-def test_step_times_are_drawn_as_measured(bandwidth):
-    fig, ax = plots.plot_step_times(bandwidth["rates"])
-    lines = {line.get_label(): line for line in ax.get_lines()}
-    measured = [1000 * row["step_s"] for row in bandwidth["rates"][1:]]
-    assert list(lines["measured"].get_ydata()) == measured
-    floor = dict(zip(*lines["sent bytes / bandwidth"].get_data(), strict=True))
-    assert floor[1000.0] == pytest.approx(1000 * bandwidth["rates"][1]["predicted_s"])
-    slowest = max(row["step_s"] for row in bandwidth["rates"]) / bandwidth["rates"][0]["step_s"]
-    assert ax.get_title("left").startswith(f"At 50 Mbit/s, a step takes {slowest:.0f} times as long as without a limit")
-    told = ", ".join(f"{1e3 * row['step_s']:,.4g} at {row['bits_per_s'] / 1e6:,.0f}" for row in bandwidth["rates"][1:])
-    assert f"measured: {told}." in describe(fig)
-    assert "Mbit/s" in ax.get_xlabel() and "ms" in ax.get_ylabel()
-    key = [text.get_text() for text in fig.legends[0].get_texts()]
-    assert key == ["measured", plots.BAND, "sent bytes / bandwidth", "measured, unlimited"]
-    fig.canvas.draw()  # times are numbers, not powers of ten
-    assert {"100", "200", "500"} <= {label.get_text() for label in ax.get_yticklabels()}
