@@ -6,16 +6,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.quantities import format_bytes
-from fsdp_helpers.records import Collective
 from fsdp_helpers.teaching.exercises.answers import DRAW, call, exercise, expect, expect_number
-from fsdp_helpers.teaching.exercises.on_ranks import (
-    RANKS,
-    expect_same_losses,
-    import_own,
-    in_words,
-    read_module,
-    run_on_ranks,
-)
+from fsdp_helpers.teaching.exercises.on_ranks import RANKS, Findings, judge_on_ranks, losses_differ
 from fsdp_helpers.teaching.exercises.small_net import NET_PARAMS, build_net, train_averaging
 
 NET_BYTES = 4 * NET_PARAMS
@@ -47,26 +39,12 @@ def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] 
 @exercise("02")
 def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 02: check that `average_gradients(...)` gives DDP's losses with one all-reduce per bucket."""
-    read_module(module, "average_gradients")
-    for world_size in ranks:
-        answer = run_on_ranks(average_by_reader, module, world_size)[0]
-        for bucket_bytes, (losses, right, seen) in answer.items():
-            says = f"on {world_size} ranks, with buckets of {format_bytes(bucket_bytes)}, "
-            # Two neighboring buckets together exceed the limit of one; otherwise they'd be a single bucket.
-            most = 2 * NET_BYTES // bucket_bytes + 1
-            expect(len(seen) > 0, f"{says}there was no collective; gradients that aren't sent aren't averaged")
-            expect_same_losses(losses, right, f"{says}the losses don't match DDP's", "wrong-summed-loss")
-            expect(len(seen) <= most, f"{says}a step runs {len(seen)} collectives; {most} are enough")
-            largest = max(collective.bytes for collective in seen)
-            expect(largest <= bucket_bytes, f"{says}one collective sends {format_bytes(largest)}")
-    return f"Right: the same losses as DDP on {in_words(ranks)} ranks, with one collective per bucket."
+    source = "on {world_size} ranks, "
+    return judge_on_ranks(average_by_reader, module, ("average_gradients",), ranks, source=source)
 
 
-def average_by_reader(
-    rank: int, world_size: int, module: str
-) -> dict[int, tuple[list[float], list[float], list[Collective]]]:
-    """Map each bucket size to the reader's losses, DDP's losses, and the collectives in the reader's last step."""
-    average_gradients = import_own(module, "average_gradients")
+def average_by_reader(rank: int, world_size: int, average_gradients: Callable) -> Findings:
+    """Train with the reader's function and with DDP, and check the losses and the collectives in the last step."""
     model = DistributedDataParallel(build_net())
     right = train_averaging(model, rank, world_size, lambda: None)
     answers = {}
@@ -78,5 +56,14 @@ def average_by_reader(
                 average_gradients(model, bucket_bytes)
             seen[:] = events
 
-        answers[bucket_bytes] = train_averaging(model, rank, world_size, average), right, seen
-    return answers
+        answers[bucket_bytes] = train_averaging(model, rank, world_size, average), seen
+    for bucket_bytes, (losses, seen) in answers.items():
+        says = f"with buckets of {format_bytes(bucket_bytes)}, "
+        yield len(seen) == 0, f"{says}there was no collective; gradients that aren't sent aren't averaged"
+        yield losses_differ(losses, right, f"{says}the losses don't match DDP's", "wrong-summed-loss")
+        # Two neighboring buckets together exceed the limit of one; otherwise they'd be a single bucket.
+        most = 2 * NET_BYTES // bucket_bytes + 1
+        yield len(seen) > most, f"{says}a step runs {len(seen)} collectives; {most} are enough"
+        largest = max(collective.bytes for collective in seen)
+        yield largest > bucket_bytes, f"{says}one collective sends {format_bytes(largest)}"
+    return "Right: the same losses as DDP on {ranks} ranks, with one collective per bucket."

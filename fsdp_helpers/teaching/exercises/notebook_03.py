@@ -1,7 +1,8 @@
 """Exercises for notebook 03: lower a run's peak memory, and write an FSDP unit."""
 
 import tracemalloc
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from torch import nn
@@ -12,14 +13,7 @@ from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.teaching.exercises.answers import exercise, expect
-from fsdp_helpers.teaching.exercises.on_ranks import (
-    RANKS,
-    expect_same_losses,
-    import_own,
-    in_words,
-    read_module,
-    results_of,
-)
+from fsdp_helpers.teaching.exercises.on_ranks import RANKS, Findings, judge_on_ranks, losses_differ
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
     NET_PARAMS,
@@ -59,56 +53,11 @@ def check_lower_peak(record: RunRecord | None) -> str:
 @exercise("03")
 def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 03: check that `Unit` shards, unshards, reduces gradients and reshards, with 16 P / N bytes per rank."""
-    read_module(module, "Unit")
-    for found, says, world_size in results_of(train_readers_unit, module, ranks):
-        _expect_unit(found, -(-NET_PARAMS // world_size), says)
-    return f"Right: on {in_words(ranks)} ranks, the losses match one process's, and each rank holds 16 P / N bytes."
+    return judge_on_ranks(train_readers_unit, module, ("Unit",), ranks, module)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedUnit:
-    """One rank's result from training with a reader's unit."""
-
-    losses: list[float]
-    right: list[float]  # the losses in one process
-    shard_values: int
-    built_bytes: int  # held after `__init__`
-    held_bytes: int  # held between steps
-    elsewhere_bytes: int  # held between steps outside of torch: NumPy arrays, and objects created by the reader's lines
-    counts: dict[str, int]  # collectives in a step, by kind
-
-
-def _expect_unit(found: TrainedUnit, expected_values: int, says: str) -> None:
-    expect(
-        found.counts == {"all_gather": 1, "reduce_scatter": 1},
-        f"{says}a step runs these collectives: {found.counts or 'none'}; one all-gather and one reduce-scatter are"
-        " enough",
-    )
-    expect(
-        found.shard_values == expected_values,
-        f"{says}the shard has {found.shard_values:,} values; are all ranks' shards the same size?",
-    )
-    expect(
-        found.built_bytes <= 4 * expected_values + SLACK_BYTES,
-        f"{says}{found.built_bytes:,} bytes are held after __init__, more than a shard needs; what wasn't freed?",
-    )
-    expect(
-        found.held_bytes <= 16 * expected_values + SLACK_BYTES,
-        f"{says}{found.held_bytes:,} bytes are held between steps, more than four shards need; what wasn't freed?",
-    )
-    expect(
-        found.elsewhere_bytes <= SLACK_BYTES,
-        f"{says}{found.elsewhere_bytes:,} bytes are held between steps outside torch, in NumPy or Python; a rank should"
-        " keep only its shard",
-    )
-    expect_same_losses(
-        found.losses, found.right, f"{says}the losses don't match a single-process run", "wrong-summed-loss"
-    )
-
-
-def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
-    """Train with the reader's unit as notebook 03 does by hand, and measure the unit's held bytes and collectives."""
-    unit_class = import_own(module, "Unit")
+def train_readers_unit(rank: int, world_size: int, unit_class: Callable, module: str) -> Findings:
+    """Train with the reader's unit as notebook 03 does by hand, and check the unit's held bytes and collectives."""
     model = build_net()
     right = plain_losses(model, adam(list(model.parameters())))
     del model
@@ -135,15 +84,22 @@ def train_readers_unit(rank: int, world_size: int, module: str) -> TrainedUnit:
     tracemalloc.stop()
     last = trace.last_step()
     counts = {counted.op: counted.count for counted in count_collectives(last.collectives)}
-    return TrainedUnit(
-        losses=over_ranks(losses),
-        right=right,
-        shard_values=unit.shard.numel(),
-        built_bytes=trace.between_marks(BUILT)[0][0],
-        held_bytes=last.curve.held_bytes,
-        elsewhere_bytes=elsewhere_bytes,
-        counts=counts,
-    )
+    losses = over_ranks(losses)
+    too_many = f"a step runs these collectives: {counts or 'none'}; one all-gather and one reduce-scatter are enough"
+    yield counts != {"all_gather": 1, "reduce_scatter": 1}, too_many
+    num_values, expected = unit.shard.numel(), -(-NET_PARAMS // world_size)
+    yield num_values != expected, f"the shard has {num_values:,} values; are all ranks' shards the same size?"
+    built_bytes = trace.between_marks(BUILT)[0][0]
+    kept = f"{built_bytes:,} bytes are held after __init__, more than a shard needs; what wasn't freed?"
+    yield built_bytes > 4 * expected + SLACK_BYTES, kept
+    held_bytes = last.curve.held_bytes
+    kept = f"{held_bytes:,} bytes are held between steps, more than four shards need; what wasn't freed?"
+    yield held_bytes > 16 * expected + SLACK_BYTES, kept
+    # NumPy arrays, and objects created by the reader's lines
+    outside = f"{elsewhere_bytes:,} bytes are held between steps outside torch, in NumPy or Python"
+    yield elsewhere_bytes > SLACK_BYTES, f"{outside}; a rank should keep only its shard"
+    yield losses_differ(losses, right, "the losses don't match a single-process run", "wrong-summed-loss")
+    return "Right: on {ranks} ranks, the losses match one process's, and each rank holds 16 P / N bytes."
 
 
 def bytes_outside_of_torch(snapshot: tracemalloc.Snapshot, module: str) -> int:

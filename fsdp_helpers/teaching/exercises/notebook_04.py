@@ -1,7 +1,6 @@
 """Exercises for notebook 04: choose a threshold and a transformer's units, and write hooks that unshard and reshard."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,16 +13,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.teaching.exercises.answers import exercise, expect
-from fsdp_helpers.teaching.exercises.on_ranks import (
-    RANKS,
-    expect_same_losses,
-    first_of,
-    import_own,
-    in_words,
-    read_module,
-    results_of,
-)
+from fsdp_helpers.teaching.exercises.answers import exercise
+from fsdp_helpers.teaching.exercises.on_ranks import RANKS, Findings, first_of, judge_on_ranks, losses_differ
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
     BLOCK_WIDTH,
@@ -68,47 +59,7 @@ def check_threshold(record: RunRecord | None) -> str:
 @exercise("04")
 def check_cut(module: str = "my_cut", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 04: check that `shard_model(model, mesh)` chooses units that give a low peak and few collectives."""
-    read_module(module, "shard_model")
-    for found, says, world_size in results_of(train_readers_cut, module, ranks):
-        _expect_cut(found, CUT_PEAK_BYTES[world_size], says)
-    return (
-        f"Right: on {in_words(ranks)} ranks, with {found.num_collectives} collectives per step and "
-        f"a peak of {format_bytes(found.peak_bytes)}."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedCut:
-    """One rank's result from training a model whose units a reader chose."""
-
-    losses: list[float]
-    right: list[float]  # the losses in one process
-    whole: list[str]  # parameters that aren't sharded
-    in_root: list[str]  # blocks with parameters that belong only to the root
-    peak_bytes: int
-    num_collectives: int
-
-
-def _expect_cut(found: TrainedCut, limit_bytes: int, says: str) -> None:
-    expect(
-        not found.whole, f"{says}{len(found.whole)} parameters aren't in any unit, including {first_of(found.whole)}"
-    )
-    expect(
-        found.peak_bytes < limit_bytes,
-        f"{says}the peak is {format_bytes(found.peak_bytes)}; the target is below {format_bytes(limit_bytes)}",
-        "memory-root-only",
-    )
-    expect(
-        found.num_collectives <= CUT_COLLECTIVES,
-        f"{says}a step runs {found.num_collectives} collectives; the target is at most {CUT_COLLECTIVES}",
-        "slow-many-units",
-    )
-    expect(
-        not found.in_root,
-        f"{says}{', '.join(found.in_root)} belong only to the root, which stays unsharded until backward ends",
-        "memory-root-only",
-    )
-    expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
+    return judge_on_ranks(train_readers_cut, module, ("shard_model",), ranks)
 
 
 class SmallTransformer(nn.Module):
@@ -131,9 +82,8 @@ class SmallTransformer(nn.Module):
         return self.head(hidden.mean(dim=1))
 
 
-def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
-    """Shard the transformer with the reader's code, train it, and record its units, peak and collectives."""
-    shard_model = import_own(module, "shard_model")
+def train_readers_cut(rank: int, world_size: int, shard_model: Callable) -> Findings:
+    """Shard the transformer with the reader's code, train it, and check its units, peak and collectives."""
     model = SmallTransformer()
     right = plain_losses(model, sgd(model))
     del model
@@ -148,15 +98,22 @@ def train_readers_cut(rank: int, world_size: int, module: str) -> TrainedCut:
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
+    losses = over_ranks(losses)
     last = trace.last_step()
-    return TrainedCut(
-        losses=over_ranks(losses),
-        right=right,
-        whole=[name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)],
-        in_root=[f"blocks.{index}" for index, block in enumerate(model.blocks) if not has_unit(block)],
-        peak_bytes=last.curve.peak_bytes,
-        num_collectives=len(last.collectives),
-    )
+    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    yield bool(whole), f"{len(whole)} parameters aren't in any unit, including {first_of(whole)}"
+    peak, limit = last.curve.peak_bytes, CUT_PEAK_BYTES[world_size]
+    too_high = f"the peak is {format_bytes(peak)}; the target is below {format_bytes(limit)}"
+    yield peak >= limit, too_high, "memory-root-only"
+    num_collectives = len(last.collectives)
+    too_many = f"a step runs {num_collectives} collectives; the target is at most {CUT_COLLECTIVES}"
+    yield num_collectives > CUT_COLLECTIVES, too_many, "slow-many-units"
+    in_root = [f"blocks.{index}" for index, block in enumerate(model.blocks) if not has_unit(block)]
+    stays = f"{', '.join(in_root)} belong only to the root, which stays unsharded until backward ends"
+    yield bool(in_root), stays, "memory-root-only"
+    yield losses_differ(losses, right, "the losses don't match a single-process run")
+    with_what = f"{num_collectives} collectives per step and a peak of {format_bytes(peak)}"
+    return f"Right: on {{ranks}} ranks, with {with_what}."
 
 
 def has_unit(module: nn.Module) -> bool:
@@ -174,35 +131,10 @@ HOOKED_BLOCKS, HOOKED_WIDTH = 4, 37  # a block has 2,812 parameters, not a multi
 GATHERS = 2 * HOOKED_BLOCKS  # per step: one before each block's forward, and one before its backward
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedHooks:
-    """One rank's result from training with a reader's hooks."""
-
-    losses: list[float]
-    right: list[float]  # the losses in one process
-    num_gathers: int  # in the last step
-    left: dict[str, int]  # by moment, the bytes of full parameters in all blocks while none computes
-    most_whole: int  # the most blocks that are unsharded at once while one computes
-
-
 @exercise("04")
 def check_hooks(module: str = "my_hooks", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 04: check that the hooks from `hook_block(...)` fill `whole` only while `block` computes."""
-    read_module(module, "hook_block")
-    for found, says, _ in results_of(train_readers_hooks, module, ranks):
-        _expect_hooks(found, says)
-    return f"Right: on {in_words(ranks)} ranks, {GATHERS} all-gathers per step, and no full parameters left over."
-
-
-def _expect_hooks(found: TrainedHooks, says: str) -> None:
-    for moment, num_bytes in found.left.items():
-        expect(num_bytes == 0, f"{says}{moment}, blocks still have {num_bytes:,} bytes; whose storage wasn't emptied?")
-    expect(
-        found.num_gathers == GATHERS,
-        f"{says}a step runs {found.num_gathers} all-gathers, not {GATHERS}: one per block in each pass",
-    )
-    expect(found.most_whole <= 2, f"{says}while one block computes, {found.most_whole} blocks are unsharded; 2 suffice")
-    expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
+    return judge_on_ranks(train_readers_hooks, module, ("hook_block",), ranks)
 
 
 class Block(nn.Module):
@@ -302,9 +234,8 @@ class Onlooker:
             layer.register_full_backward_pre_hook(lambda *_: self.computing(block, "backward"))
 
 
-def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks:
-    """Train four blocks with the reader's hooks, and record how many blocks are unsharded, and when."""
-    hook_block: Callable = import_own(module, "hook_block")
+def train_readers_hooks(rank: int, world_size: int, hook_block: Callable) -> Findings:
+    """Train four blocks with the reader's hooks, and check how many blocks are unsharded, and when."""
     plain = build_model()
     right = plain_losses(plain, sgd(plain))
     model = build_model()
@@ -333,10 +264,12 @@ def train_readers_hooks(rank: int, world_size: int, module: str) -> TrainedHooks
         for block in blocks:
             block.step(optimizer.param_groups[0]["lr"])
         losses.append(loss.detach())
-    return TrainedHooks(
-        losses=over_ranks(losses),
-        right=right,
-        num_gathers=sum(block.num_gathers for block in blocks),
-        left=seen.left,
-        most_whole=seen.most_whole,
-    )
+    losses = over_ranks(losses)
+    for moment, num_bytes in seen.left.items():
+        yield num_bytes > 0, f"{moment}, blocks still have {num_bytes:,} bytes; whose storage wasn't emptied?"
+    num_gathers = sum(block.num_gathers for block in blocks)
+    one_per_block = f"a step runs {num_gathers} all-gathers, not {GATHERS}: one per block in each pass"
+    yield num_gathers != GATHERS, one_per_block
+    yield seen.most_whole > 2, f"while one block computes, {seen.most_whole} blocks are unsharded; 2 suffice"
+    yield losses_differ(losses, right, "the losses don't match a single-process run")
+    return f"Right: on {{ranks}} ranks, {GATHERS} all-gathers per step, and no full parameters left over."

@@ -1,6 +1,6 @@
 """Exercises for notebook 07: limit peak memory, accumulate gradients over micro-batches, and compute their norm."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.teaching.exercises.answers import exercise, expect
-from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, import_own, in_words, read_module, run_on_ranks
+from fsdp_helpers.teaching.exercises.answers import exercise
+from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, Findings, judge_on_ranks
 from fsdp_helpers.teaching.exercises.runs import RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
     NET_UNITS,
@@ -41,59 +41,20 @@ def check_levers(record: RunRecord | None) -> str:
 @exercise("07")
 def check_accumulation(module: str = "my_accumulation", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 07: check `add_up_gradients(model, parts, loss_of)`, which reduces once, and `gradient_norm(model)`."""
-    read_module(module, "add_up_gradients")
-    read_module(module, "gradient_norm")
-    for world_size in ranks:
-        for rank, steps in enumerate(run_on_ranks(accumulate_by_reader, module, world_size)):
-            for step in steps:
-                _expect_accumulated(step, f"on {world_size} ranks, with {PARTS} parts, rank {rank}: ")
-    return f"Right: on {in_words(ranks)} ranks, one reduce-scatter per unit, and the norm of the full gradient."
+    names = ("add_up_gradients", "gradient_norm")
+    source = f"on {{world_size}} ranks, with {PARTS} parts, rank {{rank}}: "
+    return judge_on_ranks(accumulate_by_reader, module, names, ranks, source=source)
 
 
-def _expect_accumulated(step: dict[str, Any], says: str) -> None:
-    expect(step["reduced"] > 0, f"{says}no gradients were reduced; which backward pass should reduce them?")
-    expect(
-        step["reduced"] <= NET_UNITS,
-        f"{says}a step runs {step['reduced']} reduce-scatters, but the model has only {NET_UNITS} units",
-        "memory-accumulation",
-    )
-    largest = max((images for _, images in step["passes"]), default=0)
-    expect(largest <= step["part"], f"{says}a forward pass gets {largest} images; a part has only {step['part']}")
-    kinds = [kind for kind, _ in step["passes"]]
-    expect(
-        kinds[:2] != ["forward", "forward"],
-        f"{says}the second forward pass comes before the first backward pass, so two parts' activations are in memory",
-    )
-    ratio = step["norm"] / step["right_norm"]
-    expect(
-        abs(ratio - 1) < TOLERANCE,
-        f"{says}the gradient norm is {ratio:.2f} times the norm in a single process",
-        "wrong-summed-loss",
-    )
-    given = step["given_norm"]
-    expect(
-        isinstance(given, float),
-        f"{says}gradient_norm returns an object of type {given}; it should be a number or a plain tensor",
-    )
-    expect(
-        abs(given / step["norm"] - 1) < TOLERANCE,
-        f"{says}gradient_norm returns {given:.5f}, not the norm of the full gradient; whose shards does it cover?",
-        "wrong-clip-local-norm",
-        "wrong-clip-local-norm",
-    )
-    expect(abs(step["norm_after"] / step["norm"] - 1) < TOLERANCE, f"{says}gradient_norm must not change the gradient")
-
-
-def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[str, Any]]:
-    """Run the reader's steps; return the passes, reduce-scatters and gradient norms for each step.
+def accumulate_by_reader(rank: int, world_size: int, add_up_gradients: Callable, gradient_norm: Callable) -> Findings:
+    """Run the reader's steps, then check each step's passes, reduce-scatters and gradient norms.
 
     Each step has four norms: the result of the reader's function, the norm of the accumulated gradient before and after
     that call, and the norm in a single process.
     """
-    add_up_gradients, gradient_norm = (import_own(module, name) for name in ("add_up_gradients", "gradient_norm"))
     model, plain = shard_net(world_size), build_net()
     optimizers = sgd(model), sgd(plain)
-    answers = []
+    steps = []
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -102,18 +63,36 @@ def accumulate_by_reader(rank: int, world_size: int, module: str) -> list[dict[s
         with trace_collectives() as seen, note_passes(model) as passes:
             add_up_gradients(model, list(zip(inputs.chunk(PARTS), labels.chunk(PARTS), strict=True)), mean_loss)
         reduced = sum(event.op == "reduce_scatter" for event in seen)
-        answers.append({"reduced": reduced, "passes": passes, "part": len(inputs) // PARTS})
+        norms = ()
+        if reduced:
+            norm = norm_of([parameter.grad.full_tensor() for parameter in model.parameters()])
+            given = as_number(gradient_norm(model))
+            norm_after = norm_of([parameter.grad.full_tensor() for parameter in model.parameters()])
+            norms = norm, given, norm_after, norm_of([parameter.grad for parameter in plain.parameters()])
+        steps.append((reduced, passes, norms))
         if not reduced:
-            return answers
-        answers[-1] |= {
-            "norm": norm_of([parameter.grad.full_tensor() for parameter in model.parameters()]),
-            "given_norm": as_number(gradient_norm(model)),
-            "norm_after": norm_of([parameter.grad.full_tensor() for parameter in model.parameters()]),
-            "right_norm": norm_of([parameter.grad for parameter in plain.parameters()]),
-        }
+            break
         for optimizer in optimizers:
             optimizer.step()
-    return answers
+    for reduced, passes, norms in steps:
+        yield reduced == 0, "no gradients were reduced; which backward pass should reduce them?"
+        too_many = f"a step runs {reduced} reduce-scatters, but the model has only {NET_UNITS} units"
+        yield reduced > NET_UNITS, too_many, "memory-accumulation"
+        part, largest = len(inputs) // PARTS, max((images for _, images in passes), default=0)
+        yield largest > part, f"a forward pass gets {largest} images; a part has only {part}"
+        together = [kind for kind, _ in passes[:2]] == ["forward", "forward"]
+        both = "the second forward pass comes before the first backward pass, so two parts' activations are in memory"
+        yield together, both
+        norm, given, norm_after, right = norms
+        ratio = norm / right
+        off = f"the gradient norm is {ratio:.2f} times the norm in a single process"
+        yield not abs(ratio - 1) < TOLERANCE, off, "wrong-summed-loss"
+        another = f"gradient_norm returns an object of type {given}; it should be a number or a plain tensor"
+        yield not isinstance(given, float), another
+        other = f"gradient_norm returns {given:.5f}, not the norm of the full gradient; whose shards does it cover?"
+        yield not abs(given / norm - 1) < TOLERANCE, other, "wrong-clip-local-norm"
+        yield not abs(norm_after / norm - 1) < TOLERANCE, "gradient_norm must not change the gradient"
+    return "Right: on {ranks} ranks, one reduce-scatter per unit, and the norm of the full gradient."
 
 
 def norm_of(gradients: list[Tensor]) -> float:

@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,16 +19,8 @@ from fsdp_helpers.models.llama import IGNORED, Llama, summed_loss
 from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.group import gather_over_ranks
-from fsdp_helpers.teaching.exercises.answers import exercise, expect
-from fsdp_helpers.teaching.exercises.on_ranks import (
-    RANKS,
-    TOLERANCE,
-    first_of,
-    import_own,
-    in_words,
-    read_module,
-    results_of,
-)
+from fsdp_helpers.teaching.exercises.answers import exercise
+from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, Findings, first_of, judge_on_ranks
 
 SHAPE = LlamaShape(
     width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4, tied=True
@@ -58,43 +49,11 @@ SECOND = ("second_a", "second_b")  # the adapter that is trained; the first is f
 @exercise("13")
 def check_document_loss(module: str = "my_documents", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 13: check that `backward_by_documents(model, parts)` averages the loss over all documents."""
-    read_module(module, "backward_by_documents")
-    for found, says, _ in results_of(documents_by_reader, module, ranks):
-        _expect_documents(found, says)
-    return f"Right: every document counts once, on {in_words(ranks)} ranks, with one reduction per unit."
+    return judge_on_ranks(documents_by_reader, module, ("backward_by_documents",), ranks)
 
 
-def _expect_documents(found: dict[str, float], says: str) -> None:
-    """Check the gradient's direction before its norm, since only the direction reveals a mean of means."""
-    expect(found["reduced"] > 0, f"{says}no gradients were reduced; which backward pass should reduce them?")
-    expect(
-        found["computed"] <= found["own"],
-        f"{says}the model processed {found['computed']} tokens, but this rank's parts have only {found['own']}",
-    )
-    expect(
-        found["reduced"] <= NUM_UNITS,
-        f"{says}there were {found['reduced']} reduce-scatters, but the model has only {NUM_UNITS} units",
-    )
-    expect(
-        found["turned"] < TOLERANCE,
-        f"{says}the gradient's direction is off by {found['turned']:.0%} of its norm; "
-        "does every token have the same weight, no matter which part or rank it's in?",
-        "wrong-mean-of-means",
-    )
-    expect(
-        abs(found["length"] - 1) < TOLERANCE,
-        f"{says}the gradient norm is {found['length']:.3f} times the norm in a single process",
-        "wrong-summed-loss",
-    )
-    expect(
-        abs(found["given"] - found["right"]) < TOLERANCE * abs(found["right"]),
-        f"{says}the returned loss is {found['given']:.5f} instead of {found['right']:.5f}",
-    )
-
-
-def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
+def documents_by_reader(rank: int, world_size: int, backward_by_documents: Callable) -> Findings:
     """Compare the gradient and loss from the reader's code on one batch with the results of a single process."""
-    backward_by_documents = import_own(module, "backward_by_documents")
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
     parts = [[pad_lengths(lengths) for lengths in own] for own in LENGTHS[world_size]]
     rows = [row for own in LENGTHS[world_size] for lengths in own for row in lengths]
@@ -105,19 +64,28 @@ def documents_by_reader(rank: int, world_size: int, module: str) -> dict[str, fl
     with trace_collectives() as seen:
         given = backward_by_documents(model, parts[rank])
     reduced = sum(event.op == "reduce_scatter" for event in seen)
-    if not reduced:
-        return {"reduced": 0}
+    yield reduced == 0, "no gradients were reduced; which backward pass should reduce them?"
     mine, full = whole_gradient(model), whole_gradient(plain)
+    own = sum(numbers.numel() for numbers, _ in parts[rank])
+    too_many = f"the model processed {sum(computed)} tokens, but this rank's parts have only {own}"
+    yield sum(computed) > own, too_many
+    too_often = f"there were {reduced} reduce-scatters, but the model has only {NUM_UNITS} units"
+    yield reduced > NUM_UNITS, too_often
+    # The direction before the norm, since only the direction reveals a mean of means.
     along = (mine @ full) / (full @ full)  # how much of it points in the right direction
-    return {
-        "reduced": reduced,
-        "computed": sum(computed),
-        "own": sum(numbers.numel() for numbers, _ in parts[rank]),
-        "turned": ((mine - along * full).norm() / full.norm()).item(),
-        "length": (mine.norm() / full.norm()).item(),
-        "given": float(given) if isinstance(given, int | float | Tensor) else float("nan"),
-        "right": right.item(),
-    }
+    turned = ((mine - along * full).norm() / full.norm()).item()
+    off = (
+        f"the gradient's direction is off by {turned:.0%} of its norm; does every token have the same weight, no matter "
+        "which part or rank it's in?"
+    )
+    yield not turned < TOLERANCE, off, "wrong-mean-of-means"
+    length = (mine.norm() / full.norm()).item()
+    too_long = f"the gradient norm is {length:.3f} times the norm in a single process"
+    yield not abs(length - 1) < TOLERANCE, too_long, "wrong-summed-loss"
+    given = float(given) if isinstance(given, int | float | Tensor) else float("nan")
+    right = right.item()
+    yield not abs(given - right) < TOLERANCE * abs(right), f"the returned loss is {given:.5f} instead of {right:.5f}"
+    return "Right: every document counts once, on {ranks} ranks, with one reduction per unit."
 
 
 def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -156,26 +124,7 @@ def shard_llama(model: Llama, world_size: int) -> Llama:
 @exercise("13")
 def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 13: check that `chunked_loss(hidden, head, targets, cap)` caps logits and works chunk by chunk."""
-    read_module(module, "chunked_loss")
-    plain_bytes = peak_of(capped_loss)
-    for found, says, _ in results_of(chunks_by_reader, module, ranks):
-        _expect_chunks(found, says)
-    return f"Right: a peak of {format_bytes(found['peak_bytes'])}, not {format_bytes(plain_bytes)}, and the same loss."
-
-
-def _expect_chunks(found: dict[str, float], says: str) -> None:
-    expect(
-        abs(found["loss"] - found["right"]) < TOLERANCE * abs(found["right"]),
-        f"{says}the sum of the losses is {found['loss']:.3f} instead of {found['right']:.3f}",
-    )
-    expect(
-        found["error"] < TOLERANCE, f"{says}the gradient differs from the plain loss's gradient by {found['error']:.1%}"
-    )
-    expect(
-        found["peak_bytes"] < 1.05 * CHUNKED_PEAK_BYTES,
-        f"{says}the head and the loss peak at {format_bytes(found['peak_bytes'])}; the target is below "
-        f"{format_bytes(1.05 * CHUNKED_PEAK_BYTES)}. Which logits are still in memory in backward?",
-    )
+    return judge_on_ranks(chunks_by_reader, module, ("chunked_loss",), ranks)
 
 
 def capped_loss(hidden: Tensor, head: nn.Module, targets: Tensor, cap: float = CAP) -> Tensor:
@@ -183,9 +132,9 @@ def capped_loss(hidden: Tensor, head: nn.Module, targets: Tensor, cap: float = C
     return summed_loss(hidden, lambda inputs: cap * torch.tanh(head(inputs) / cap), targets)
 
 
-def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float]:
+def chunks_by_reader(rank: int, world_size: int, chunked_loss: Callable) -> Findings:
     """Run the reader's loss function in a sharded model, and measure its memory use."""
-    chunked_loss = partial(import_own(module, "chunked_loss"), cap=CAP)
+    chunked_loss = partial(chunked_loss, cap=CAP)
     plain, model = build_llama(), shard_llama(build_llama(), world_size)
     random = torch.Generator().manual_seed(1)
     numbers = torch.randint(SHAPE.vocabulary, (2, 26), generator=random)
@@ -196,12 +145,18 @@ def chunks_by_reader(rank: int, world_size: int, module: str) -> dict[str, float
     for loss in (right, given):
         loss.backward()
     mine, whole = whole_gradient(model), whole_gradient(plain)
-    return {
-        "loss": given.item(),
-        "right": right.item(),
-        "error": ((mine - whole).norm() / whole.norm()).item(),
-        "peak_bytes": peak_of(chunked_loss),
-    }
+    error = ((mine - whole).norm() / whole.norm()).item()
+    given, right, peak_bytes = given.item(), right.item(), peak_of(chunked_loss)
+    wrong_sum = f"the sum of the losses is {given:.3f} instead of {right:.3f}"
+    yield not abs(given - right) < TOLERANCE * abs(right), wrong_sum
+    yield not error < TOLERANCE, f"the gradient differs from the plain loss's gradient by {error:.1%}"
+    limit_bytes = 1.05 * CHUNKED_PEAK_BYTES
+    too_high = (
+        f"the head and the loss peak at {format_bytes(peak_bytes)}; the target is below {format_bytes(limit_bytes)}"
+    )
+    yield peak_bytes >= limit_bytes, f"{too_high}. Which logits are still in memory in backward?"
+    plain_bytes = peak_of(capped_loss)
+    return f"Right: a peak of {format_bytes(peak_bytes)}, not {format_bytes(plain_bytes)}, and the same loss."
 
 
 def peak_of(loss: Callable[..., Tensor]) -> int:
@@ -218,80 +173,55 @@ def peak_of(loss: Callable[..., Tensor]) -> int:
 # ---------------------------------------------------------------- adapters
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedByReader:
-    """The contents of the reader's file and the result of loading the file on one rank."""
-
-    problem: str | None  # with the file
-    names: tuple[str, ...] = ()  # in the file
-    wrong: str | None = None  # a tensor whose values differ from the model's
-    restored: float = 0.0  # the largest difference between logits before saving and after loading
-    base_kept: bool = False
-
-
 @exercise("13")
 def check_adapters(module: str = "my_adapters", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 13: check `save_adapters(model, path)` and `load_adapters(model, path)` on the trained adapter."""
-    for name in ("save_adapters", "load_adapters"):
-        read_module(module, name)
-    expected = {name for name, own in two_adapters().named_parameters() if own.requires_grad}
     with tempfile.TemporaryDirectory() as folder:
-        for world_size in ranks:
-            path = str(Path(folder, f"adapters-{world_size}.safetensors"))
-            for found, says, _ in results_of(adapters_by_reader, module, (world_size,), path):
-                _expect_adapters(found, expected, says)
-    return f"Right: {len(expected)} tensors and nothing else, saved and loaded on {in_words(ranks)} ranks."
+        return judge_on_ranks(adapters_by_reader, module, ("save_adapters", "load_adapters"), ranks, folder)
 
 
-def _expect_adapters(found: SavedByReader, expected: set[str], says: str) -> None:
-    expect(found.problem is None, f"{says}{found.problem}")
-    extra, lacking = sorted(set(found.names) - expected), sorted(expected - set(found.names))
-    expect(not lacking, f"{says}the file lacks {len(lacking)} trained tensors, including {first_of(lacking)}")
-    expect(not extra, f"{says}the file has {len(extra)} tensors that aren't trained, including {first_of(extra)}")
-    expect(
-        found.wrong is None,
-        f"{says}in the file, {found.wrong} differs from the model's values at the time of saving",
-    )
-    expect(
-        found.restored < TOLERANCE,
-        f"{says}after loading, the logits differ by up to {found.restored:.2f} from the logits before saving",
-    )
-    expect(found.base_kept, f"{says}loading changes frozen weights")
-
-
-def adapters_by_reader(rank: int, world_size: int, module: str, path: str) -> SavedByReader:
+def adapters_by_reader(
+    rank: int, world_size: int, save_adapters: Callable, load_adapters: Callable, folder: str
+) -> Findings:
     """Save the adapters with the reader's code, set them to zero, and load them with the reader's code."""
-    save_adapters, load_adapters = (import_own(module, name) for name in ("save_adapters", "load_adapters"))
+    path = Path(folder, f"adapters-{world_size}.safetensors")
     model = two_adapters()
     trained = {name: own.detach().clone() for name, own in model.named_parameters() if own.requires_grad}
     before = {name: own.detach().clone() for name, own in model.named_parameters() if not own.requires_grad}
     model = shard_llama(model, world_size)
     numbers = torch.arange(24).view(2, 12)
     right = logits_of(model, numbers)
-    save_adapters(model, path)
+    save_adapters(model, str(path))
     gather_over_ranks(None)  # rank 0 may still be writing
+    tensors = problem = None
     try:
         tensors = load_file(path)
     except FileNotFoundError:
-        return SavedByReader(problem=f"save_adapters didn't write {Path(path).name}")
+        problem = f"save_adapters didn't write {path.name}"
     except (OSError, SafetensorError) as error:
-        return SavedByReader(problem=f"{Path(path).name} can't be read as safetensors: {type(error).__name__}")
-    if any(tensors[name].shape != own.shape for name, own in trained.items() if name in tensors):
-        return SavedByReader(problem="the file's tensors don't have their full shapes; a rank has only its shard")
+        problem = f"{path.name} can't be read as safetensors: {type(error).__name__}"
+    yield tensors is None, problem
+    shards = any(tensors[name].shape != own.shape for name, own in trained.items() if name in tensors)
+    yield shards, "the file's tensors don't have their full shapes; a rank has only its shard"
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.zero_()
     gather_over_ranks(None)
-    load_adapters(model, path)
+    load_adapters(model, str(path))
     frozen = {name: own.full_tensor() for name, own in model.named_parameters() if not own.requires_grad}
-    return SavedByReader(
-        problem=None,
-        names=tuple(tensors),
-        wrong=next((name for name, own in trained.items() if name in tensors and not equal(tensors[name], own)), None),
-        restored=(logits_of(model, numbers) - right).abs().max().item(),
-        base_kept=all(torch.equal(value, before[name]) for name, value in frozen.items()),
-    )
+    restored = (logits_of(model, numbers) - right).abs().max().item()
+
+    lacking, extra = sorted(trained.keys() - tensors.keys()), sorted(tensors.keys() - trained.keys())
+    yield bool(lacking), f"the file lacks {len(lacking)} trained tensors, including {first_of(lacking)}"
+    yield bool(extra), f"the file has {len(extra)} tensors that aren't trained, including {first_of(extra)}"
+    wrong = first_of([name for name, own in trained.items() if not equal(tensors[name], own)])
+    yield bool(wrong), f"in the file, {wrong} differs from the model's values at the time of saving"
+    differ = f"after loading, the logits differ by up to {restored:.2f} from the logits before saving"
+    yield not restored < TOLERANCE, differ
+    kept = all(torch.equal(value, before[name]) for name, value in frozen.items())
+    yield not kept, "loading changes frozen weights"
+    return f"Right: {len(trained)} tensors and nothing else, saved and loaded on {{ranks}} ranks."
 
 
 @torch.no_grad()

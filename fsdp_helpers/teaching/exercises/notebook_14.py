@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,16 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.ranks.group import sum_over_ranks
 from fsdp_helpers.sharding.strategies import unit_names
-from fsdp_helpers.teaching.exercises.answers import exercise, expect
+from fsdp_helpers.teaching.exercises.answers import exercise
 from fsdp_helpers.teaching.exercises.on_ranks import (
     RANKS,
     TOLERANCE,
-    expect_same_losses,
+    Findings,
     first_of,
-    import_own,
-    in_words,
-    read_module,
-    results_of,
+    judge_on_ranks,
+    losses_differ,
 )
 
 MOVED_AT, LAST_STEP = 6, 12  # steps
@@ -37,90 +34,11 @@ UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
 Parts = list[tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MovedByReader:
-    """One rank's result from the reader's FSDP2 job."""
-
-    whole: list[str]  # parameters that aren't sharded
-    units: list[str]
-    num_unsharded: int  # calls of `loss_of`, with gradients enabled, on a model that wasn't sharded
-    num_reductions: int  # reduce-scatters in all steps
-    losses: list[float]  # means across ranks, one per step
-    right: list[float]  # the baseline's, under DDP
-    held_out: list[float]
-    right_held_out: list[float]
-    in_file: str  # the problem with the file that was written, or ""
-
-
 @exercise("14")
 def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 14: check `go_on(build, mesh, parts_of, loss_of, held_out, saved, last_step, path)` on a DDP run."""
-    read_module(module, "go_on")
-    for world_size in ranks:
-        with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
-            for found, says, _ in results_of(move_by_reader, module, (world_size,), folder):
-                _expect_moved(found, says)
-    return f"Right: moved after step {MOVED_AT} on {in_words(ranks)} ranks, with the baseline's losses."
-
-
-def _expect_moved(found: MovedByReader, says: str) -> None:
-    expect(
-        not found.whole,
-        f"{says}{len(found.whole)} parameters aren't sharded, including {first_of(found.whole)}; under FSDP2, a rank "
-        "keeps only its shards",
-    )
-    expect(
-        found.units == UNITS,
-        f"{says}the units are {', '.join(found.units)}; make one unit per block, plus the root",
-        "memory-root-only",
-    )
-    expect(
-        not found.num_unsharded,
-        f"{says}{found.num_unsharded} micro-batches ran through a model that wasn't sharded yet; shard it"
-        " before the first step",
-    )
-    expected = LAST_STEP - MOVED_AT
-    expect(
-        len(found.losses) == expected,
-        f"{says}{len(found.losses)} steps were taken instead of {expected}, from step {MOVED_AT + 1} to step "
-        f"{LAST_STEP}",
-    )
-    expect_same_losses(
-        found.losses[:1],
-        found.right[:1],
-        f"{says}the first loss doesn't match the file's weights",
-        "wrong-different-seeds",
-    )
-    expect_same_losses(
-        found.losses,
-        found.right,
-        f"{says}the losses diverge from the baseline's; what does a step depend on?",
-        "save-plain-optimizer-state",
-        "wrong-optimizer-first",
-        "wrong-clip-local-norm",
-    )
-    expect(
-        found.num_reductions == expected * len(UNITS),
-        f"{says}{expected} steps ran {found.num_reductions} reductions; one per step for each of the {len(UNITS)} units"
-        f" is enough, even with {PARTS} micro-batches. What replaces no_sync?",
-        "slow-gather-every-micro-batch",
-    )
-    expect(
-        len(found.held_out) == expected,
-        f"{says}the held-out data was evaluated {len(found.held_out)} times; every rank has to evaluate it "
-        f"after each of the {expected} steps",
-        "hang-uneven-batches",
-    )
-    expect_same_losses(
-        found.held_out,
-        found.right_held_out,
-        f"{says}the held-out loss isn't the loss on all of the held-out data",
-        "wrong-sampler-padding",
-    )
-    expect(not found.in_file, f"{says}{found.in_file}")
-
-
-# ---------------------------------------------------------------- on ranks
+    with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as folder:
+        return judge_on_ranks(move_by_reader, module, ("go_on",), ranks, folder)
 
 
 class ResidualBlock(nn.Module):
@@ -150,11 +68,10 @@ class MovedModel(nn.Module):
         return self.head(hidden)
 
 
-def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> MovedByReader:
+def move_by_reader(rank: int, world_size: int, go_on: Callable, folder: str) -> Findings:
     """Train the baseline under DDP, save a checkpoint midway, and continue from it with the reader's `go_on`."""
-    go_on = import_own(module, "go_on")
     torch.manual_seed(0)
-    checkpoint, written = Path(folder) / "ddp.pt", Path(folder) / "moved.pt"
+    checkpoint, written = (Path(folder, f"{name}-{world_size}.pt") for name in ("ddp", "moved"))
     losses, held_out_losses, unsharded = [], [], []
 
     def parts_of(step: int) -> Parts:
@@ -183,17 +100,43 @@ def move_by_reader(rank: int, world_size: int, module: str, folder: str) -> Move
     if not isinstance(model, nn.Module):
         raise TypeError(f"go_on returns an object of type {type(model).__name__}; it should return the model")
     dist.barrier()  # after this, the file is complete
-    return MovedByReader(
-        whole=[name for name, own in model.named_parameters() if not isinstance(own, DTensor)],
-        units=unit_names(model) if isinstance(model, FSDPModule) else [],
-        num_unsharded=sum(unsharded),
-        num_reductions=sum(event.op == "reduce_scatter" for event in seen),
-        losses=step_losses(losses),
-        right=right,
-        held_out=list(held_out_losses),
-        right_held_out=right_held_out,
-        in_file=problem_in_file(written, stayed),
+    losses = step_losses(losses)
+
+    whole = [name for name, own in model.named_parameters() if not isinstance(own, DTensor)]
+    unsharded_ones = f"{len(whole)} parameters aren't sharded, including {first_of(whole)}"
+    yield bool(whole), f"{unsharded_ones}; under FSDP2, a rank keeps only its shards"
+    units = unit_names(model) if isinstance(model, FSDPModule) else []
+    cut = f"the units are {', '.join(units)}; make one unit per block, plus the root"
+    yield units != UNITS, cut, "memory-root-only"
+    too_late = f"{sum(unsharded)} micro-batches ran through a model that wasn't sharded yet"
+    yield sum(unsharded) > 0, f"{too_late}; shard it before the first step"
+    expected = LAST_STEP - MOVED_AT
+    steps = f"{len(losses)} steps were taken instead of {expected}, from step {MOVED_AT + 1} to step {LAST_STEP}"
+    yield len(losses) != expected, steps
+    other_weights = "the first loss doesn't match the file's weights"
+    yield losses_differ(losses[:1], right[:1], other_weights, "wrong-different-seeds")
+    yield losses_differ(
+        losses,
+        right,
+        "the losses diverge from the baseline's; what does a step depend on?",
+        "save-plain-optimizer-state",
+        "wrong-optimizer-first",
+        "wrong-clip-local-norm",
     )
+    num_reductions = sum(event.op == "reduce_scatter" for event in seen)
+    enough = f"one per step for each of the {len(UNITS)} units is enough, even with {PARTS} micro-batches"
+    too_many = f"{expected} steps ran {num_reductions} reductions; {enough}. What replaces no_sync?"
+    yield num_reductions != expected * len(UNITS), too_many, "slow-gather-every-micro-batch"
+    missing = (
+        f"the held-out data was evaluated {len(held_out_losses)} times; every rank has to evaluate it after each of the "
+        f"{expected} steps"
+    )
+    yield len(held_out_losses) != expected, missing, "hang-uneven-batches"
+    in_part = "the held-out loss isn't the loss on all of the held-out data"
+    yield losses_differ(held_out_losses, right_held_out, in_part, "wrong-sampler-padding")
+    problem = problem_in_file(written, stayed)
+    yield bool(problem), problem
+    return f"Right: moved after step {MOVED_AT} on {{ranks}} ranks, with the baseline's losses."
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Exercises for notebook 15: split an MLP across ranks, label a split sequence, and choose mesh dimensions."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +23,10 @@ from fsdp_helpers.teaching.exercises.answers import (
 from fsdp_helpers.teaching.exercises.on_ranks import (
     RANKS,
     TOLERANCE,
-    expect_same_losses,
-    import_own,
-    in_words,
+    Findings,
+    judge_on_ranks,
+    losses_differ,
     read_module,
-    results_of,
 )
 from fsdp_helpers.teaching.exercises.small_net import plain_losses, sgd
 
@@ -39,45 +38,7 @@ WIDTH, HIDDEN, CLASSES = 10, 24, 5  # HIDDEN splits evenly across 2 or 3 ranks; 
 @exercise("15")
 def check_split_mlp(module: str = "my_mlp", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 15: check that `SplitMLP(up, down, group)` splits columns, then rows, with one all-reduce in forward."""
-    read_module(module, "SplitMLP")
-    for found, says, world_size in results_of(train_split_mlp, module, ranks):
-        _expect_split(found, world_size, says)
-    return f"Right: on {in_words(ranks)} ranks, the same losses, a part of each weight, and one all-reduce per pass."
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitByReader:
-    """The behavior of a reader's MLP on one rank."""
-
-    kept: int  # values in its parameters
-    forward: list[str]  # collectives
-    backward: list[str]
-    gradient_off: float  # the largest difference between the inputs' gradient and that in one process
-    losses: list[float]
-    right: list[float]  # the losses in one process
-
-
-def _expect_split(found: SplitByReader, world_size: int, says: str) -> None:
-    share = (2 * WIDTH + 1) * HIDDEN // world_size  # of both weights and the first bias
-    expect(
-        found.kept <= share + WIDTH,
-        f"{says}your MLP keeps {found.kept} values; a rank's part of both weights and of the first bias, plus the"
-        f" last bias, has {share + WIDTH}",
-    )
-    expect(
-        found.forward == ["all_reduce"],
-        f"{says}forward runs {_named(found.forward)}; it needs one all-reduce",
-    )
-    expect_same_losses(found.losses[:1], found.right[:1], f"{says}the losses don't match a single-process run")
-    expect(
-        found.gradient_off < TOLERANCE,
-        f"{says}the input gradient, which the layers below need, doesn't match a single-process run",
-    )
-    expect_same_losses(found.losses, found.right, f"{says}the losses don't match a single-process run")
-    expect(
-        found.backward == ["all_reduce"],
-        f"{says}backward runs {_named(found.backward)}; it needs one all-reduce",
-    )
+    return judge_on_ranks(train_split_mlp, module, ("SplitMLP",), ranks)
 
 
 def _named(ops: list[str]) -> str:
@@ -90,9 +51,8 @@ def build_layers() -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
     return nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, CLASSES)
 
 
-def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
-    """Train a model with the reader's MLP in the middle; every rank has the same batch."""
-    split_mlp = import_own(module, "SplitMLP")
+def train_split_mlp(rank: int, world_size: int, split_mlp: Callable) -> Findings:
+    """Train a model with the reader's MLP in the middle, and check it; every rank has the same batch."""
     before, up, down, behind = build_layers()
     own = split_mlp(up, down, dist.group.WORLD)
     if not isinstance(own, nn.Module):
@@ -112,10 +72,20 @@ def train_split_mlp(rank: int, world_size: int, module: str) -> SplitByReader:
     before, up, down, behind = build_layers()
     plain = nn.Sequential(before, nn.Tanh(), up, nn.GELU(), down, behind)
     right = plain_losses(plain, sgd(plain))
-    ops = [[count.op for count in count_collectives(seen) for _ in range(count.count)] for seen in (forward, backward)]
-    return SplitByReader(
-        kept=kept, forward=ops[0], backward=ops[1], gradient_off=gradient_off, losses=losses, right=right
+    in_forward, in_backward = (
+        [count.op for count in count_collectives(seen) for _ in range(count.count)] for seen in (forward, backward)
     )
+    share = (2 * WIDTH + 1) * HIDDEN // world_size + WIDTH
+    parts = f"a rank's part of both weights and of the first bias, plus the last bias, has {share}"
+    yield kept > share, f"your MLP keeps {kept} values; {parts}"
+    yield in_forward != ["all_reduce"], f"forward runs {_named(in_forward)}; it needs one all-reduce"
+    off = "the losses don't match a single-process run"
+    yield losses_differ(losses[:1], right[:1], off)
+    below = "the input gradient, which the layers below need, doesn't match a single-process run"
+    yield not gradient_off < TOLERANCE, below
+    yield losses_differ(losses, right, off)
+    yield in_backward != ["all_reduce"], f"backward runs {_named(in_backward)}; it needs one all-reduce"
+    return "Right: on {ranks} ranks, the same losses, a part of each weight, and one all-reduce per pass."
 
 
 # ---------------------------------------------------------------- 2: labels of a split sequence

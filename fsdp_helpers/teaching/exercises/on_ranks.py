@@ -1,4 +1,4 @@
-"""Run a reader's module on ranks with a time limit, report failures in one line, and compare losses."""
+"""Check a reader's module on ranks with a time limit, and report failures in one line."""
 
 import ast
 import importlib
@@ -6,7 +6,7 @@ import importlib.util
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -84,6 +84,48 @@ FAILURES = {  # of the field guide, keyed by a regular expression that matches t
 }
 
 
+Findings = Generator[tuple, None, str]  # yields (wrong, message, *failures), and returns praise
+ON_A_RANK = "on {world_size} ranks, rank {rank}: "
+
+
+def judge_on_ranks(
+    check: Callable[..., Findings],
+    module: str,
+    names: tuple[str, ...],
+    ranks: tuple[int, ...],
+    *arguments: object,
+    source: str = ON_A_RANK,
+) -> str:
+    """Run `check` on each number of ranks; return the last rank's praise, or raise NotYet for what's wrong.
+
+    `check(rank, world_size, *objects, *arguments)` gets the objects called `names` from the reader's module. It yields
+    a tuple (wrong, message, *failures) for each thing to check, and returns praise, in which "{ranks}" stands for their
+    numbers. A rank stops at the first tuple that's wrong; the others may not, so no collective may follow. The message
+    of the first such rank is shown, after `source`.
+    """
+    for name in names:
+        read_module(module, name)
+    for world_size in ranks:
+        found = run_on_ranks(first_wrong, module, world_size, check, names, arguments)
+        for rank, (wrong, text, *failures) in enumerate(found):
+            expect(not wrong, source.format(world_size=world_size, rank=rank) + text, *failures)
+    return text.format(ranks=in_words(ranks))
+
+
+def first_wrong(
+    rank: int, world_size: int, module: str, check: Callable[..., Findings], names: tuple[str, ...], arguments: tuple
+) -> tuple:
+    """Return the first tuple from `check` whose `wrong` is true; if there's none, return (False, praise)."""
+    findings = check(rank, world_size, *(import_own(module, name) for name in names), *arguments)
+    while True:
+        try:
+            found = next(findings)
+        except StopIteration as done:
+            return False, done.value
+        if found[0]:
+            return found
+
+
 def results_of(
     worker: Callable, module: str, ranks: tuple[int, ...], *arguments: object
 ) -> Iterator[tuple[Any, str, int]]:
@@ -126,6 +168,14 @@ def launch_readers(worker: Callable, module: str, world_size: int, *arguments: o
 def failures_of(summary: str) -> list[str]:
     """Return the names of the failures that explain a rank's error."""
     return [name for says, name in FAILURES.items() if re.search(says, summary, re.DOTALL)]
+
+
+def losses_differ(losses: list[float], right: list[float], message: str, *failures: str) -> tuple:
+    """Return the tuple to yield for losses that should be `right`."""
+    pairs = enumerate(zip(losses, right, strict=True), start=1)
+    wrong = ((step, loss, expected) for step, (loss, expected) in pairs if not abs(loss - expected) < TOLERANCE)
+    step, loss, expected = next(wrong, (0, 0.0, 0.0))
+    return step > 0, f"{message}: {loss:.5f} instead of {expected:.5f} in step {step}", *failures
 
 
 def expect_same_losses(losses: list[float], right: list[float], message: str, *failures: str) -> None:
