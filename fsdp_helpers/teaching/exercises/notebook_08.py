@@ -1,7 +1,7 @@
 """Exercises for notebook 08: count a transformer's parameters, find the fewest ranks it needs, and load it sharded."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,12 @@ from fsdp_helpers.teaching.exercises.answers import (
 )
 from fsdp_helpers.teaching.exercises.on_ranks import (
     RANKS,
-    expect_same_losses,
+    Findings,
     first_of,
     import_own,
-    in_words,
+    judge_on_ranks,
     launch_readers,
-    read_module,
-    results_of,
+    losses_differ,
 )
 from fsdp_helpers.teaching.exercises.small_net import BLOCK_WIDTH, BLOCKS, TOKENS, plain_losses, sgd, train_averaging
 
@@ -118,60 +117,9 @@ def _starts_on(world_size: int, layers: list[int], device_bytes: int) -> bool:
 @exercise("08")
 def check_start(module: str = "my_start", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 08: check that `start_sharded(build, weights, mesh)` builds on meta, shards, and loads the weights."""
-    read_module(module, "start_sharded")
-    for found, says, _ in results_of(start_by_reader, module, ranks):
-        _expect_start(found, says)
+    praise = judge_on_ranks(start_by_reader, module, ("start_sharded",), ranks)
     _expect_short_file_refused(module, ranks[0])
-    return f"Right: on {in_words(ranks)} ranks, all of rank 0's weights, and never more than one full layer in memory."
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartedByReader:
-    """One rank's result from a reader's `start_sharded`."""
-
-    whole: list[str]  # parameters that aren't sharded
-    on_meta: list[str]
-    units: list[str]
-    is_tied: bool
-    buffer_right: bool
-    extra_bytes: int  # the most allocated during the start, on top of the sharded model
-    losses: list[float]
-    right: list[float]  # the losses in one process with the same weights
-
-
-def _expect_start(found: StartedByReader, says: str) -> None:
-    expect(not found.whole, f"{says}{len(found.whole)} tensors aren't in any unit, including {first_of(found.whole)}")
-    expect(
-        not found.on_meta,
-        f"{says}{len(found.on_meta)} tensors are still on meta, including {first_of(found.on_meta)}",
-        "wrong-meta-buffers",
-    )
-    expect(
-        found.units == UNITS,
-        f"{says}the units are {', '.join(found.units)}; make one unit per block, plus the root",
-        "memory-root-only",
-    )
-    expect(
-        found.extra_bytes <= START_EXTRA_BYTES,
-        f"{says}start_sharded needs {format_bytes(found.extra_bytes)} on top of the sharded model, enough for several "
-        "layers; is the full model in memory for a moment?",
-    )
-    expect(
-        found.is_tied,
-        f"{says}head.weight and embed.weight are now two parameters; they used to be one parameter with two names",
-        "crash-tied-weights",
-    )
-    expect(
-        found.buffer_right,
-        f"{says}the buffer has the wrong values; the right ones aren't in any file, and no rank sends them",
-        "wrong-meta-buffers",
-    )
-    expect_same_losses(
-        found.losses,
-        found.right,
-        f"{says}the losses don't match those of a run with rank 0's weights",
-        "wrong-different-seeds",
-    )
+    return praise
 
 
 def _expect_short_file_refused(module: str, world_size: int) -> None:
@@ -217,9 +165,8 @@ class PretrainedTransformer(nn.Module):
         return self.head(hidden.mean(dim=1))
 
 
-def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
+def start_by_reader(rank: int, world_size: int, start_sharded: Callable) -> Findings:
     """Load rank 0's weights with the reader's `start_sharded`, then check and train the resulting model."""
-    start_sharded = import_own(module, "start_sharded")
     torch.manual_seed(0)
     plain = PretrainedTransformer()
     saved = file_of(plain)  # copied before the trace begins, so it isn't counted
@@ -230,20 +177,28 @@ def start_by_reader(rank: int, world_size: int, module: str) -> StartedByReader:
         model = start_sharded(PretrainedTransformer, weights, init_device_mesh("cpu", (world_size,)))
     if not isinstance(model, nn.Module):
         raise TypeError(f"start_sharded returns an object of type {type(model).__name__}; it should return the model")
-    curve = trace.whole().curve
     parameters = dict(model.named_parameters())
-    found = {
-        "whole": [name for name, own in parameters.items() if not isinstance(own, DTensor)],
-        "on_meta": [name for name, own in [*parameters.items(), *model.named_buffers()] if own.is_meta],
-        "units": unit_names(model),
-        "is_tied": model.head.weight is model.embed.weight,
-        "extra_bytes": curve.peak_bytes - curve.held_bytes,
-    }
-    if found["whole"] or found["on_meta"]:
-        return StartedByReader(**found, buffer_right=False, losses=[], right=right)
+    whole = [name for name, own in parameters.items() if not isinstance(own, DTensor)]
+    yield bool(whole), f"{len(whole)} tensors aren't in any unit, including {first_of(whole)}"
+    on_meta = [name for name, own in [*parameters.items(), *model.named_buffers()] if own.is_meta]
+    empty = f"{len(on_meta)} tensors are still on meta, including {first_of(on_meta)}"
+    yield bool(on_meta), empty, "wrong-meta-buffers"
+    units, is_tied = unit_names(model), model.head.weight is model.embed.weight
     buffer_right = torch.equal(model.waves, plain.waves)
     losses = train_averaging(model, rank, world_size, lambda: None)  # FSDP averages by itself
-    return StartedByReader(**found, buffer_right=buffer_right, losses=losses, right=right)
+    cut = f"the units are {', '.join(units)}; make one unit per block, plus the root"
+    yield units != UNITS, cut, "memory-root-only"
+    curve = trace.whole().curve
+    extra_bytes = curve.peak_bytes - curve.held_bytes
+    too_high = f"start_sharded needs {format_bytes(extra_bytes)} on top of the sharded model, enough for several layers"
+    yield extra_bytes > START_EXTRA_BYTES, f"{too_high}; is the full model in memory for a moment?"
+    two = "head.weight and embed.weight are now two parameters; they used to be one parameter with two names"
+    yield not is_tied, two, "crash-tied-weights"
+    not_sent = "the buffer has the wrong values; the right ones aren't in any file, and no rank sends them"
+    yield not buffer_right, not_sent, "wrong-meta-buffers"
+    other_weights = "the losses don't match those of a run with rank 0's weights"
+    yield losses_differ(losses, right, other_weights, "wrong-different-seeds")
+    return "Right: on {ranks} ranks, all of rank 0's weights, and never more than one full layer in memory."
 
 
 def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
