@@ -6,7 +6,7 @@ import importlib.util
 import re
 import runpy
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -126,15 +126,6 @@ def first_wrong(
             return found
 
 
-def results_of(
-    worker: Callable, module: str, ranks: tuple[int, ...], *arguments: object
-) -> Iterator[tuple[Any, str, int]]:
-    """Run `worker` on each number of ranks; yield each result with its source in words and the number of ranks."""
-    for world_size in ranks:
-        for rank, found in enumerate(run_on_ranks(worker, module, world_size, *arguments)):
-            yield found, f"on {world_size} ranks, rank {rank}: ", world_size
-
-
 def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
     """Run `worker` on ranks and return the results; raise a one-line NotYet if the reader's code fails or hangs."""
     try:
@@ -176,13 +167,6 @@ def losses_differ(losses: list[float], right: list[float], message: str, *failur
     wrong = ((step, loss, expected) for step, (loss, expected) in pairs if not abs(loss - expected) < TOLERANCE)
     step, loss, expected = next(wrong, (0, 0.0, 0.0))
     return step > 0, f"{message}: {loss:.5f} instead of {expected:.5f} in step {step}", *failures
-
-
-def expect_same_losses(losses: list[float], right: list[float], message: str, *failures: str) -> None:
-    differences = [abs(loss - expected) for loss, expected in zip(losses, right, strict=True)]
-    same = all(difference < TOLERANCE for difference in differences)
-    first = next((step for step, difference in enumerate(differences) if not difference < TOLERANCE), 0)
-    expect(same, f"{message}: {losses[first]:.5f} instead of {right[first]:.5f} in step {first + 1}", *failures)
 
 
 def first_of(names: list[str]) -> str:
