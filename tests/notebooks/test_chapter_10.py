@@ -5,7 +5,7 @@ import json
 import pytest
 from chapters import NOTEBOOKS, Chapter
 
-COPIES = ["four-ranks", "copies-apart", "copies-gaps"]
+COPIES = ["four-ranks", "copies-mesh", "copies-apart", "copies-gaps"]
 FOUR = "[ranks['apart'][rank][name] for rank in range(4) for name in ('a seed per shard', 'a seed per rank')]"
 
 
@@ -26,7 +26,7 @@ def test_copies_that_start_apart_stay_apart(chapter):
     alike, apart = chapter.value(FOUR)[:2]
     assert alike == [0, 0] and apart[0] > 0.1 and apart[1] == pytest.approx(apart[0], rel=1e-3)
     decayed = {"copies-apart": ("lr=0.1)", "lr=0.1, weight_decay=1.0)")}
-    chapter.run_all(COPIES[1:], decayed)
+    chapter.run_all(COPIES[2:], decayed)
     alike, apart = chapter.value(FOUR)[:2]
     assert alike == [0, 0] and apart[1] < 0.9 * apart[0], "weight decay shrinks the gap"
     chapter.execute("ranks.close()")
