@@ -162,7 +162,7 @@ def main(device: torch.device, folder: Path, last_step: int) -> None:
         sums = torch.tensor([loss.item() / world_size, len(signals)])
         dist.all_reduce(sums)  # if any rank got the signal, all of them stop after the same step
         if rank == 0:
-            print(f"step {step}  loss {sums[0]:.7f}", flush=True)
+            print(f"step {step + 1}  loss {sums[0]:.7f}", flush=True)
         is_last = step + 1 == last_step or sums[1] > 0
         if is_last or (step + 1) % SAVE_EVERY == 0:
             save_checkpoint(folder, state_to_keep(model, adam, schedule, step + 1))

@@ -444,14 +444,14 @@ def main(folder: str, text: str, run: str, steps: str) -> torch.device:
         sums = torch.tensor([loss.item(), len(signals)], dtype=torch.float64)
         dist.all_reduce(sums)  # if any rank got the signal, all of them stop after the same step
         if not math.isfinite(sums[0] + norm):  # the same on all ranks; nothing is changed or saved yet
-            found = f"step {step}: the loss is {sums[0]:.7g}, and the gradient's norm is {norm:.7g}"
+            found = f"step {step + 1}: the loss is {sums[0]:.7g}, and the gradient's norm is {norm:.7g}"
             end_together(f"{found}; the newest good checkpoint is {newest_checkpoint(run)}", status=1)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         optimizer.step()
 
         if rank == 0:
-            print(f"step {step}  loss {sums[0]:.7f}", flush=True)
+            print(f"step {step + 1}  loss {sums[0]:.7f}", flush=True)
         is_asked = sums[1] > 0
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps or is_asked:
             save(model, optimizer, run / f"step-{step + 1:08d}")

@@ -84,7 +84,7 @@ def main(device: torch.device) -> None:
         mean_loss = loss.detach() / world_size
         dist.all_reduce(mean_loss)
         if rank == 0:
-            print(f"step {step}  loss {mean_loss.item():.7f}", flush=True)
+            print(f"step {step + 1}  loss {mean_loss.item():.7f}", flush=True)
     dist.destroy_process_group()
 
 

@@ -93,7 +93,7 @@ def main(device: torch.device) -> None:
 
         dist.all_reduce(mean_loss)
         if rank == 0:
-            print(f"step {step}  loss {mean_loss.item():.7f}  norm {norm.item():.5f}", flush=True)
+            print(f"step {step + 1}  loss {mean_loss.item():.7f}  norm {norm.item():.5f}", flush=True)
     if device.type == "cuda" and rank == 0:
         print(f"peak of the tensors: {torch.cuda.max_memory_allocated() / 1e6:.1f} MB", flush=True)
         print(f"peak reserved by the allocator: {torch.cuda.max_memory_reserved() / 1e6:.1f} MB", flush=True)

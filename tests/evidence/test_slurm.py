@@ -119,11 +119,11 @@ def run_undisturbed(folder: Path, num_steps: int) -> dict[int, float]:
     command = torchrun_command("--standalone", "--nproc-per-node=2", *logs, *script)
     environment = {**os.environ, **VARIABLES}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return {int(step): float(loss) for step, loss in LOSS.findall(done.stdout)}
+    return {int(step) - 1: float(loss) for step, loss in LOSS.findall(done.stdout)}
 
 
 def losses_by_step(slurm, folder: Path, job: str, more_than: int) -> dict[int, float]:
-    """Step -> loss, from the lines of rank 0, as soon as there are enough of them."""
+    """Steps taken before -> loss, from the lines of rank 0, as soon as there are enough of them."""
 
     def found() -> list[tuple[str, str]]:
         return LOSS.findall(output(folder, job))
@@ -131,7 +131,7 @@ def losses_by_step(slurm, folder: Path, job: str, more_than: int) -> dict[int, f
     assert wait_until(lambda: len(found()) > more_than), output(folder, job)[-3000:]
     lines = found()  # once, since a job that runs writes more
     assert len(dict(lines)) == len(lines)
-    return {int(step): float(loss) for step, loss in lines}
+    return {int(step) - 1: float(loss) for step, loss in lines}
 
 
 def test_fsdp2_runs_as_it_is(slurm, tmp_path):

@@ -93,13 +93,13 @@ def losses_of_one_process(name: str, file: Path) -> list[float]:
 
 def judge_short(name: str, numbers: Numbers) -> Iterator[Finding]:
     run, expected = numbers["run"], numbers["expected"]
-    first = 3 if name == "from_ddp.py" else 0
+    first = 4 if name == "from_ddp.py" else 1
     losses = {int(step): loss for step, loss in run["losses"].items()}
-    steps = list(range(first, SCRIPT_STEPS))
+    steps = list(range(first, SCRIPT_STEPS + 1))
     complete = run["status"] == 0 and sorted(losses) == steps
     said = f"status {run['status']}, steps {sorted(losses)}"
     yield judged(f"{name} under torchrun", complete, f"status 0, steps {steps}", said)
-    apart = max((abs(losses[step] - expected[step]) for step in losses), default=float("inf"))
+    apart = max((abs(losses[step] - expected[step - 1]) for step in losses), default=float("inf"))
     most = APART.get(name, SAME)
     yield judged(f"{name}: losses of one CPU process", apart <= most, f"within {most:g}", f"{apart:.1e}")
 
@@ -138,15 +138,15 @@ def killed_and_continued(
     yield "continued", run_torchrun(name, *arguments(max(steps, saved + 5) if long > steps else steps))
 
 
-def judge_killed(name: str, numbers: Numbers, first_number: int = 0) -> Iterator[Finding]:
-    """Judge a killed run and the one that continues it; `first_number` is what the script calls its first step."""
+def judge_killed(name: str, numbers: Numbers) -> Iterator[Finding]:
+    """Judge a killed run and the one that continues it."""
     run, saved, steps = numbers["continued"], numbers["saved"], numbers["steps"]
     before = {int(step): loss for step, loss in numbers["killed"]["losses"].items()}
     after = {int(step): loss for step, loss in run["losses"].items()}
-    expected = list(range(saved + first_number, steps + first_number))
+    expected = list(range(saved + 1, steps + 1))
     complete = run["status"] == 0 and saved > 0 and sorted(after) == expected
     said = f"status {run['status']}, step {min(after, default='none')} to {max(after, default='none')}"
-    wanted = f"status 0, step {saved + first_number} to {steps + first_number - 1}"
+    wanted = f"status 0, step {saved + 1} to {steps}"
     yield judged(f"{name}: killed and continued", complete, f"{wanted}, from a checkpoint", said)
     again = before.keys() & after.keys()
     apart = max((abs(before[step] - after[step]) for step in again), default=float("inf"))
@@ -242,7 +242,7 @@ HF = ("transformers", "tokenizers", "safetensors")
 CHECKS = (
     check("checkpoint.py", measure_checkpoint, partial(judge_killed, "checkpoint.py"), ("filelock",)),
     check("finetune.py", measure_finetune, partial(judge_killed, "finetune.py"), ("safetensors",)),
-    check("finetune_hf.py", measure_hf, partial(judge_killed, "finetune_hf.py", first_number=1), HF),
+    check("finetune_hf.py", measure_hf, partial(judge_killed, "finetune_hf.py"), HF),
     *(check(name, partial(measure_short, name), partial(judge_short, name)) for name in SHORT),
     *(check(f"finetune_hf.py, {way}", partial(measure_hf_way, way), partial(judge_hf_way, way), HF) for way in HF_RUNS),
     check("pytest -m gpu", measure_pytest, judge_pytest, ("pytest", "torchvision", "sklearn", "psutil", "tqdm"), 240.0),

@@ -37,7 +37,7 @@ def stream(**changes) -> dict:
 
 
 def script_run(steps, status: int = 0, shift: float = 0.0) -> dict:
-    return {"status": status, "losses": {str(step): 2.5 - 0.1 * step + shift for step in steps}, "output": ""}
+    return {"status": status, "losses": {str(step + 1): 2.5 - 0.1 * step + shift for step in steps}, "output": ""}
 
 
 def plan(**changes) -> dict:
@@ -75,7 +75,7 @@ GOOD = {
     },
     "checkpoint.py": KILLED,
     "fsdp2.py": {"expected": [2.5 - 0.1 * step for step in range(6)], "run": script_run(range(6))},
-    "finetune_hf.py, adapters": {"run": script_run(range(1, 11))},
+    "finetune_hf.py, adapters": {"run": script_run(range(10))},
     "pytest -m gpu": {"tests": {"passed": 40, "skipped": 0, "failed": {}}},
 }
 CHECKS = {check.title: check for module in (claims, plans, live, scripts) for check in module.CHECKS}

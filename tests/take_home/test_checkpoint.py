@@ -53,7 +53,7 @@ def launched(worker, *arguments, world_size: int = 2) -> str:
 
 def steps_and_losses(output: str) -> list[tuple[int, str]]:
     """What rank 0 printed, in this order; a step that was taken again is there again."""
-    return [(int(step), loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", output, re.MULTILINE)]
+    return [(int(step) - 1, loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", output, re.MULTILINE)]
 
 
 # ---------------------------------------------------------------- killed during a save
@@ -239,7 +239,7 @@ def test_all_ranks_end_after_the_same_step_when_one_is_asked(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can end a process with its parent")
 def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
     with checkpoint_job(tmp_path, MANY) as job:
-        wait_for_output(r"(step 0) ", job)
+        wait_for_output(r"(step 1) ", job)
         ranks = job.workers().values()
         assert len(ranks) == 2
         job.kill_agent()

@@ -77,7 +77,7 @@ def launch_runs(world_size: int, runs: dict[str, tuple[list, Poison | None]]) ->
 def losses(seen: list[Ended]) -> dict[int, float]:
     assert [one.output for one in seen[1:]] == [""] * (len(seen) - 1)  # rank 0 alone prints
     found = re.findall(r"^step (\d+)  loss (\S+)$", seen[0].output, re.MULTILINE)
-    return {int(step): float(loss) for step, loss in found}
+    return {int(step) - 1: float(loss) for step, loss in found}
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def assert_harmless(name: str, home: Path, seen: dict[str, list[Ended]]) -> None
     assert [one.status for one in ended] == [1, 1]
     assert sorted(losses(ended)) == list(range(poison.step))
     (line,) = ended[0].errors.splitlines()
-    said = rf"finetune.py: step {poison.step}: the loss is \d\.\d+, and the gradient's norm is {poison.value}"
+    said = rf"finetune.py: step {poison.step + 1}: the loss is \d\.\d+, and the gradient's norm is {poison.value}"
     assert re.fullmatch(f"{said}; the newest good checkpoint is {newest}", line), line
     assert ended[1].errors == ""
     assert ended[0].left == [".lock", *(f"step-{step:08d}" for step in saved)]
@@ -424,7 +424,7 @@ def test_a_second_start_is_refused_and_ranks_end_with_torchrun(alone, tmp_path):
     arguments = [*alone[1], 1_000_000]
     program = [FOLDER / "finetune.py"]
     with torchrun_job(one_agent(2), arguments, tmp_path, program=program) as job:
-        wait_for_output("step (0) ", job)
+        wait_for_output("step (1) ", job)
         ranks = job.workers().values()
         assert len(ranks) == 2 and all(map(shares_a_lock, ranks))  # so that it is held until the last one ends
         for rank in ranks:

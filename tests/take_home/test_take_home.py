@@ -109,10 +109,10 @@ def run_torchrun(tmp_path_factory):
 
 
 def losses(output: str) -> dict[int, float]:
-    """Step -> loss, from the lines that rank 0 prints; no other rank prints any."""
+    """Steps taken before -> loss, from the lines that rank 0 prints, which count from 1; no other rank prints any."""
     found = re.findall(r"^step (\d+)  loss (\d+\.\d{7})\b", output, re.MULTILINE)
     assert len({step for step, _ in found}) == len(found)
-    return {int(step): float(loss) for step, loss in found}
+    return {int(step) - 1: float(loss) for step, loss in found}
 
 
 def package_losses(name: str, world_size: int) -> dict[int, float]:
