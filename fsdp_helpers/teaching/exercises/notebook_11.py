@@ -1,6 +1,7 @@
 """The exercise for notebook 11: diagnose scripts of the field guide whose faults aren't named."""
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from string import ascii_lowercase
@@ -51,7 +52,7 @@ class Draw:
 
 def as_markdown(number: int, case: Case) -> str:
     """Return a case as the reader sees it: the script without its marks, and what its ranks said."""
-    said = "\n".join(["\n".join(case.seen.errors), case.seen.printed]).strip().replace(case.card.name, "script")
+    said = re.sub(r"  # broken[^`\n]*", "", "\n".join([*case.seen.errors, case.seen.printed]).strip())
     return f"**Case {number}**\n\n```python\n{code_of(case.card)}\n```\n\n```text\n{said}\n```"
 
 

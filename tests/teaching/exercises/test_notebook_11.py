@@ -4,7 +4,7 @@ import pytest
 
 from fsdp_helpers.teaching.exercises import notebook_11
 from fsdp_helpers.teaching.exercises.answers import NotYet
-from fsdp_helpers.teaching.exercises.notebook_11 import cause_of, check_diagnosis, draw, symptom_of, unseen_cards
+from fsdp_helpers.teaching.exercises.notebook_11 import Case, cause_of, check_diagnosis, draw, symptom_of, unseen_cards
 from fsdp_helpers.teaching.run_failure import Outcome
 
 
@@ -74,6 +74,8 @@ def test_fixes_are_all_different_and_the_chapter_shows_other_failures():
     assert len(set(fixes)) == len(fixes) and not {card.name for card in unseen_cards()} & set(notebook_11.SHOWN)
 
 
-def test_a_case_says_what_its_script_says():
+def test_a_case_says_what_its_script_says_without_the_mark_of_the_quoted_line():
     (case,) = draw(seed=5, num_cases=1).cases
-    assert case.seen.errors[0] in notebook_11.as_markdown(1, case)
+    assert case.seen.failed and case.seen.errors[0] in notebook_11.as_markdown(1, case)
+    marked = Case(case.card, Outcome(("rank 0 in `model = None  # broken: why`\nTypeError: no model",), ""))
+    assert "rank 0 in `model = None`\nTypeError: no model" in notebook_11.as_markdown(1, marked)
