@@ -126,7 +126,8 @@ class Decoder(nn.Module):
         angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
         tokens = self.embed_tokens(numbers)
         # FSDP casts a layer's inputs to bf16, but PyTorch 2.11 doesn't when backward recomputes it
-        cosines, sines = angles.cos().to(tokens.dtype), angles.sin().to(tokens.dtype)
+        cosines = angles.cos().to(tokens.dtype)
+        sines = angles.sin().to(tokens.dtype)
         for layer in self.layers:  # keep only each layer's input; backward recomputes the rest
             tokens = checkpoint(layer, tokens, cosines, sines, use_reentrant=False)
         return self.norm(tokens)
