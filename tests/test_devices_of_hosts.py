@@ -1,6 +1,7 @@
 """Two torchruns that stand for two hosts with different numbers of GPUs: the fine-tuning scripts and our own command."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,8 @@ def on_two_hosts(name: str, gpus: tuple[int, int], home: Path, folder: Path, dev
     return outputs
 
 
-PROGRAMS = ["finetune.py", pytest.param("finetune_hf.py", marks=pytest.mark.tools), "fsdp_helpers"]
+WITHOUT = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed: make test-tools")
+PROGRAMS = ["finetune.py", pytest.param("finetune_hf.py", marks=[pytest.mark.tools, WITHOUT]), "fsdp_helpers"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

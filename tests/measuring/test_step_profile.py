@@ -1,6 +1,7 @@
 """One measured step: which events, in which order, with how many bytes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_dropout_has_a_profile_of_its_own(monkeypatch):
     dropping = replace(plain, config=replace(plain.config, dropout=True))
     measured = []
     monkeypatch.setattr(step_profile, "measure_run", lambda config, *run: measured.append(config.dropout))
-    monkeypatch.setattr(step_profile, "peak_of_step", lambda *step, **settings: None)
+    monkeypatch.setattr(step_profile, "walk_step", lambda *step, **settings: SimpleNamespace(peak=None))
     predicted_peaks({"with": dropping, "without": plain, "on other ranks": ddp})
     assert measured == [True, False]
 
