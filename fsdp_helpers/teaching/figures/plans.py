@@ -100,7 +100,7 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
     variants = list(dict.fromkeys(row.variant for row in rows))
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 3.3), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 3.0), layout="constrained")
         for shift, (model, marker) in enumerate(zip(models, MARKERS, strict=False)):
             for real in (True, False):
                 chosen = [row for row in rows if (row.model, row.real) == (model, real)]
