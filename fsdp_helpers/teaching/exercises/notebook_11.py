@@ -53,6 +53,7 @@ class Draw:
 def as_markdown(number: int, case: Case) -> str:
     """Return a case as the reader sees it: the script without its marks, and what its ranks said."""
     said = re.sub(r"  # broken[^`\n]*", "", "\n".join([*case.seen.errors, case.seen.printed]).strip())
+    said = re.sub(r"(?<![\w.])/(?:[^\s/\"']+/)+", "", said)  # this machine's folders
     return f"**Case {number}**\n\n```python\n{code_of(case.card)}\n```\n\n```text\n{said}\n```"
 
 

@@ -100,7 +100,7 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
     variants = list(dict.fromkeys(row.variant for row in rows))
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 3.0), layout="constrained")
+        fig, ax = plt.subplots(figsize=(8, 3.3), layout="constrained")
         for shift, (model, marker) in enumerate(zip(models, MARKERS, strict=False)):
             for real in (True, False):
                 chosen = [row for row in rows if (row.model, row.real) == (model, real)]
@@ -117,5 +117,5 @@ def plot_errors(rows: Sequence[ErrorRow]) -> tuple[Figure, Axes]:
         ax.set_xticks(range(len(variants)), [variant.replace(" ", "\n") for variant in variants])
         finding = errors_within([row.error for row in rows], NEAR)
         ax.set(ylabel="predicted / measured - 1 (%)", title=f"{finding}; gray: {100 * NEAR:.0f}%")
-        fig.legend(loc="outside lower left", ncols=4)
+        fig.legend(loc="outside lower left", ncols=3)
     return fig, ax
