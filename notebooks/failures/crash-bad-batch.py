@@ -57,3 +57,4 @@ for batch in loader:
     dist.all_reduce(torch.ones(1))  # a step
 dist.all_reduce(total)
 assert total == 8 * 2, f"the values of {total / 2} images were read instead of 8"
+dist.destroy_process_group()

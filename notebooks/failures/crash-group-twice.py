@@ -31,3 +31,4 @@ for _ in range(2):  # a cell that you run twice, or the framework's call and you
 total = torch.ones(1)
 dist.all_reduce(total)
 assert total == 2
+dist.destroy_process_group()

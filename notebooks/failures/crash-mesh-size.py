@@ -39,3 +39,4 @@ mesh = dist.init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))  # brok
 total = torch.ones(1)
 dist.all_reduce(total, group=mesh.get_group("tp"))
 assert total == tp
+dist.destroy_process_group()

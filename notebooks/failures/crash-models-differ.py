@@ -32,3 +32,4 @@ num_layers = [2 if dist.get_rank() == 0 else 1]  # only rank 0 has read the sett
 model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers[0])))
 model = DistributedDataParallel(model)
 assert len(list(model.parameters())) == 2 * 2
+dist.destroy_process_group()

@@ -35,3 +35,4 @@ if dist.get_rank(last) >= 0:  # only members
     dist.broadcast(value, src=0, group=last)  # broken
     # fixed: dist.broadcast(value, group_src=0, group=last)
 assert value == rank
+dist.destroy_process_group()

@@ -48,3 +48,4 @@ for step in range(3):
     loss.backward()
     num_steps += 1
 assert num_steps == 2, f"{num_steps} steps on rank {rank}"
+dist.destroy_process_group()

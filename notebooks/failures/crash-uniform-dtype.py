@@ -12,7 +12,7 @@ reduce_dtype=torch.float32)` to compute in bf16. Or make the adapters separate u
 
 **What you see.**
 
-    AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}
+    AssertionError: FSDP expects uniform original parameter dtype but got
 
 **Also seen as**
 

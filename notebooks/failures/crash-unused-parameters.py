@@ -61,3 +61,4 @@ for _ in range(2):
         each.zero_grad()
         each(samples, chosen=0).square().mean().backward()
 torch.testing.assert_close(model.module.body.weight.grad, alone.body.weight.grad)
+dist.destroy_process_group()

@@ -51,3 +51,4 @@ if dist.get_rank() == 1:
 total = torch.ones(1)
 dist.all_reduce(total, group=impatient)
 assert total == dist.get_world_size()
+dist.destroy_process_group()

@@ -48,3 +48,4 @@ if rank == 0:  # only this rank writes the log
     print(f"the norm is {norm:.3f}")
 dist.barrier()
 torch.testing.assert_close(norm, right)
+dist.destroy_process_group()

@@ -51,3 +51,4 @@ for loss in losses[rank]:
         break
 dist.barrier()
 assert epochs == right, f"{epochs} epochs on rank {rank} instead of {right}"
+dist.destroy_process_group()

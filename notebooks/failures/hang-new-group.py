@@ -37,3 +37,4 @@ if dist.get_rank() == 0:
     dist.all_reduce(members, group=writers)
 dist.all_reduce(members, group=everyone)
 assert members == 2
+dist.destroy_process_group()

@@ -45,3 +45,4 @@ names = ["loss", "seen"] if rank == 0 else ["seen", "loss"]  # as they came up i
 for name in names:
     collect[name]()
 assert loss == 1 + 2, f"the sum of the losses is {loss.item()}"
+dist.destroy_process_group()

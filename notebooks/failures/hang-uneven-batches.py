@@ -51,3 +51,4 @@ with torch.no_grad():
     # fixed: total = sum(model(batch).sum() for batch in batches)
 dist.all_reduce(total)
 torch.testing.assert_close(total.item(), right, rtol=1e-5, atol=0)
+dist.destroy_process_group()

@@ -54,3 +54,4 @@ dist.barrier()
 joined = store.add("joined", 0)
 dist.barrier()  # before rank 0 closes the store
 assert joined == world_size
+dist.destroy_process_group()

@@ -52,3 +52,4 @@ set_model_state_dict(model, weights, options=options)
 dist.all_reduce(read)
 torch.testing.assert_close(model(torch.ones(8)).sum().item(), right)
 assert read == model_bytes, f"the ranks read {read} bytes into host memory; the model has {model_bytes}"
+dist.destroy_process_group()

@@ -43,3 +43,4 @@ saved = model.state_dict()  # broken
 # fixed: saved = model.module.state_dict()
 plain.load_state_dict(saved)
 torch.testing.assert_close(plain(torch.ones(8)), right)
+dist.destroy_process_group()

@@ -36,3 +36,4 @@ if True:  # broken: every rank
 dist.barrier()
 count = len(list(downloads.iterdir()))
 assert count == 1, f"the data were downloaded {count} times"
+dist.destroy_process_group()

@@ -33,3 +33,4 @@ torch.set_num_threads(num_threads)
 running = torch.tensor(torch.get_num_threads())
 dist.all_reduce(running)
 assert running <= max(cores, world_size), "there are more threads than cores"
+dist.destroy_process_group()

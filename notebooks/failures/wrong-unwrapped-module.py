@@ -43,3 +43,4 @@ loss.backward()
 norms = [None] * world_size
 dist.all_gather_object(norms, round(layer.weight.grad.norm().item(), 3))
 assert norms == right, f"the norms of the ranks' gradients are {norms} instead of {right}"
+dist.destroy_process_group()

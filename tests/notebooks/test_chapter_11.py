@@ -17,7 +17,7 @@ SET_UP = {
     "hang-local-decision": ("losses = ", "right = "),
     "wrong-forgotten-root": ("model, alone = ", "alone, images = "),
     "wrong-summed-loss": ("model, alone = ", "fully_shard(model"),
-    "wrong-sampler-padding": ("from small_job", "rank, world_size = "),
+    "wrong-sampler-padding": ("from torch.utils.data", "rank, world_size = "),
     "hang-order": ("from small_job", "impatient = "),
     "crash-skipped-step": ("model = shard(build())", "    fully_shard(module"),
     "memory-root-only": ("all_bytes = ", "all_bytes, unsharded = "),
