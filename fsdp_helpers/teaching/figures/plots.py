@@ -17,7 +17,6 @@ from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RunRec
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.style import (
-    LINE_PATTERNS,
     MARKERS,
     PEAK_COLOR,
     SERIES_COLORS,
@@ -38,30 +37,12 @@ from fsdp_helpers.teaching.figures.titles import (
     lowest_by_ranks,
     lowest_peak,
     peak_of_curve,
-    same_losses,
     sent_in_a_step,
     titled,
 )
 from fsdp_helpers.training.palette import TEXT_COLOR
 
 HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
-
-
-def plot_step_losses(runs: Mapping[str, Sequence[float]], first: int = 1) -> tuple[Figure, Axes]:
-    """Plot each step's training loss, one line per run; the first step has the number `first`.
-
-    If runs coincide, thin dashed lines cover thick pale ones.
-    """
-    with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
-        for depth, ((name, losses), pattern) in enumerate(zip(runs.items(), cycle(LINE_PATTERNS), strict=False)):
-            above = len(runs) - 1 - depth
-            look = {"linewidth": 1.5 + 2 * above, "linestyle": pattern, "alpha": 0.6 if depth == 0 and above else 1}
-            ax.plot(range(first, first + len(losses)), losses, label=name, **look)
-        ax.set(xlabel="step", ylabel="loss over the global batch (nats)", title=same_losses(list(runs.values())))
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # no ticks at fractions of a step
-        ax.legend(handlelength=5)
-    return fig, ax
 
 
 def plot_distances(runs: Mapping[str, Sequence[float]], first: int) -> tuple[Figure, Axes]:

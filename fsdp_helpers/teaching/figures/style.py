@@ -57,7 +57,6 @@ OP_COLORS = {
 REDUCING = ("reduce_scatter", "all_reduce")
 HATCH = "////"  # one meaning in every figure: gradients of a rank's own images, not yet averaged
 PEAK_COLOR = "#c2500a"
-LINE_PATTERNS = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 IN_WORDS = "font-size:0.85em;opacity:0.8;max-width:60em"
 FONT = "system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"  # for drawings in SVG

@@ -2,34 +2,15 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 
 from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST
 from fsdp_helpers.quantities import GB, format_bytes, format_count, in_mb
-from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RankRecord, StepTrace, largest_difference
-
-SAME = 1e-4  # nats; summing in fp32 in a different order makes a far smaller difference
+from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RankRecord, StepTrace
 
 
 def titled(finding: str, subject: str) -> str:
     """Return a title with the finding first and its subject below; either may be empty."""
     return "\n".join(line for line in (finding, subject) if line)
-
-
-def same_losses(runs: Sequence[Sequence[float]]) -> str:
-    """State how much several runs' losses differ, if they're the same up to rounding; otherwise, return ""."""
-    if len(runs) < 2 or not runs[0] or len({len(losses) for losses in runs}) > 1:
-        return ""
-    gaps = [largest_difference(one, other) for one, other in combinations(runs, 2)]
-    if not all(gap < SAME for gap in gaps):  # a NaN isn't below it
-        return ""
-    return f"Same losses: they differ by at most {_short(max(gaps))}" if any(gaps) else "Same losses, bitwise equal"
-
-
-def _short(value: float) -> str:
-    """Return a number as one digit and a power of ten: 6e-8, not 6e-08."""
-    digit, _, power = f"{value:.0e}".partition("e")
-    return f"{digit}e{int(power)}"
 
 
 def peak_of_curve(curve: MemoryCurve) -> str:

@@ -50,20 +50,6 @@ class Listing:
         return f"# {self.caption}\n\n{self.code}"
 
 
-class SideBySide:
-    """Listings in one row, each with its own scroll bar."""
-
-    def __init__(self, *listings: Listing) -> None:
-        self.listings = listings
-
-    def _repr_html_(self) -> str:
-        cells = [f'<div style="flex:1;min-width:0">{listing._repr_html_()}</div>' for listing in self.listings]
-        return f'<div style="display:flex;gap:1em">{"".join(cells)}</div>'
-
-    def __repr__(self) -> str:
-        return "\n\n".join(map(repr, self.listings))
-
-
 def colored(code: str, language: str) -> str:
     """Return `code` as HTML, with adjacent tokens of the same color in one span."""
     tokens = ((_color(kind), text) for kind, text in lex(code, get_lexer_by_name(language, stripnl=False)))

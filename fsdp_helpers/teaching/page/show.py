@@ -13,9 +13,8 @@ from typing import Any
 
 from IPython.display import Markdown, display
 
-from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import format_count
-from fsdp_helpers.teaching.page.listings import Listing, SideBySide
+from fsdp_helpers.teaching.page.listings import Listing
 from fsdp_helpers.teaching.page.this_machine import describe_memory
 
 NUMBER = re.compile(r"[-−+~<≤]?\s?\d[\d,]*(\.\d+)?(e[-+]?\d+)?(\s?(%|x|×|[kMGT]?B|[mµn]?s|min|h))?")
@@ -72,11 +71,6 @@ def _imports_from(module: ModuleType, used: set[str]) -> Iterator[str]:
         yield f"from {module.__name__} import {', '.join(names)}"
 
 
-def side_by_side(left: Callable, right: Callable) -> SideBySide:
-    """Show the source of two functions side by side."""
-    return SideBySide(*(Listing(textwrap.dedent(inspect.getsource(it)), _places([it])) for it in (left, right)))
-
-
 def difference(before: Callable, after: Callable) -> Listing:
     """Show the lines that differ between two functions, and how many there are.
 
@@ -127,14 +121,6 @@ def predictions(
             for name, formula, predicted, measured in rows
         ],
     )
-
-
-def peak_terms(peak: Peak, measured_bytes: int) -> Markdown:
-    """Show the terms that add up to a predicted peak, their sum, and the measured peak in the last row."""
-    rows = [[term, formula, f"{size:,}"] for term, formula, size in peak.rows()]
-    rows.append(["**sum**", "", f"**{peak.bytes:,}**"])
-    rows.append(["measured", f"ratio {measured_bytes / peak.bytes:.4f}", f"{measured_bytes:,}"])
-    return table([f"at the peak: {peak.when}", "formula", "bytes"], rows)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markdown:

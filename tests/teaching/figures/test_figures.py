@@ -118,14 +118,6 @@ PHASES = [(0, 100), (100, 100), (200, 100)]
 MESH = {"data": ["first half", "second half"], "tensor": ["head 0", "head 1"]}
 ORDER = ["F0", "F1", "B0", "B1"]
 CASES = {
-    "losses": Case(
-        plots.plot_step_losses,
-        ({"ddp": [2.3, 2.0, 1.8], "fsdp": [2.3, 2.0, 1.8]}, 0),
-        (
-            "Same losses, bitwise equal; loss over the global batch (nats) against step",
-            "ddp: 2.3 at 0, 2 at 1, 1.8 at 2.",
-        ),
-    ),
     "digits": Case(
         plots.plot_digits,
         (torch.zeros(3, 1, 28, 28), torch.tensor([1, 2, 3]), torch.tensor([1, 7, 3])),
@@ -333,9 +325,6 @@ def test_a_bar_of_a_plan_has_the_color_of_its_category_in_every_figure():
 
 
 def test_a_title_says_no_more_than_the_numbers():
-    assert titles.same_losses([(2.0, 1.0), (2.0, 1.0 + 6e-8)]) == "Same losses: they differ by at most 6e-8"
-    assert titles.same_losses([(2.0, 1.0), (2.0, float("nan"))]) == ""
-    assert titles.same_losses([(2.3, 2.0), (2.3, 1.9)]) == titles.same_losses([(2.3, 2.0), (2.3,)]) == ""
     assert titles.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Fits 10 GB on 1,024 ranks or more"
     assert titles.fits_from({8: 30e9}, 10e9) == "Doesn't fit 10 GB on 8 ranks"
 

@@ -8,7 +8,6 @@ import torch
 
 from fsdp_helpers import gpus
 from fsdp_helpers.gpus import VISIBLE, Gpus, are_hidden, unhide_gpus
-from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.teaching.page import show, this_machine
 from fsdp_helpers.training import loop, worker
 
@@ -61,12 +60,6 @@ def test_difference(tmp_path):
     assert shown.code.splitlines() == ["...", " two = 2", "-three = 3", "+three = 4", "+four = 4"]
 
 
-def test_side_by_side():
-    shown = show.side_by_side(show.table, show.script)
-    assert [listing.code.splitlines()[0].split("(")[0] for listing in shown.listings] == ["def table", "def script"]
-    assert shown._repr_html_().count("<pre") == 2 and "def script(" in repr(shown)
-
-
 def test_predictions():
     """A table: numbers to the right, names and formulas to the left."""
     rows = [("held", "16·P", 1_600, 1_604), ("peak", "20·P", 2_000.4, 1_990)]
@@ -78,16 +71,6 @@ def test_predictions():
     ]
     shown = show.table(["which", "it", "and"], [["a", "4.80 MB", "2 ranks"], ["b", None, "12"]]).data
     assert shown.splitlines()[1] == "| :-- | --: | :-- |"
-
-
-def test_the_terms_of_a_peak_add_up():
-    shards = Term(kind="parameters", name="shards", values=200, ranks=2)  # 4 x 200 / 2 = 400 bytes
-    unit = Term(kind="gathered", name="fc1", values=25)
-    peak = Peak(when="backward", terms=(shards, unit))
-    lines = show.peak_terms(peak, 510).data.splitlines()
-    assert lines[0] == "| at the peak: backward | formula | bytes |"
-    assert lines[-2:] == ["| **sum** |  | **500** |", "| measured | ratio 1.0200 | 510 |"]
-    assert len(lines) == 6  # two terms between the head and the sum
 
 
 @pytest.fixture
