@@ -68,6 +68,23 @@ def test_the_tree_of_the_files_names_every_room_and_nothing_that_is_gone():
     assert {path for path in named if path.count("/") == 2 and path.startswith("fsdp_helpers/")} == rooms
 
 
+def test_a_clone_by_git_for_windows_keeps_scripts_that_run(tmp_path):
+    """`core.autocrlf=true`, its default, would give every text file line ends that no shell reads."""
+    if not (PROJECT / ".git").exists():
+        pytest.skip("no git repository to clone")
+    clone = tmp_path / "clone"
+    command = ["git", "clone", "--quiet", "--config", "core.autocrlf=true", str(PROJECT), str(clone)]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    listed = subprocess.run(["git", "ls-files", "--eol"], cwd=clone, check=True, capture_output=True, text=True).stdout
+    assert [line for line in listed.splitlines() if "w/crlf" in line or "w/mixed" in line] == []
+    paths = [clone / line.split("\t")[1] for line in listed.splitlines() if "w/lf" in line]
+    shells = {path: found[1] for path in paths if (found := re.match(r"#!.*\b(sh|bash)\n", path.read_text()))}
+    assert len(shells) >= 5
+    for script, shell in shells.items():
+        done = subprocess.run([shell, "-n", script], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and not done.stderr, f"{script.relative_to(clone)}: {done.stderr}"
+
+
 def test_the_version_is_the_same_everywhere():
     said = {
         "pyproject.toml": r'^version = "(.+)"$',
