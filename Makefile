@@ -1,5 +1,6 @@
 # make lab          install, then open JupyterLab on copies of the notebooks in work/   (LAB_ARGS="--port 9000" hands on
 #                   arguments, ORIGINALS=1 opens the originals)
+# make lab TORCH=cpu the same with PyTorch's CPU build: 2 GB of disk instead of 7
 # make reset        take one of the copies anew   (NOTEBOOK=3)
 # make test         install, then run the tests, every notebook and, if a package index answers, test-tools
 # make test-all     the same, and every slower check that this machine can run
@@ -54,26 +55,26 @@ FAST_TESTS = $(PYTEST) --durations=25 --numprocesses $(FAST_WORKERS) -m "not lon
 LONG_NOTEBOOKS := $(foreach number,04 07 13 10 06 08 11 14,$(wildcard notebooks/$(number)_*.ipynb))
 NOTEBOOKS_TOO = $(PYTEST) --nbmake --timeout=1200 $(LONG_NOTEBOOKS) $(filter-out $(LONG_NOTEBOOKS),$(sort $(wildcard notebooks/*.ipynb)))
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# uv, where it is there, is several times as fast as pip; `make lab UV=` takes pip.
+UV ?= $(shell command -v uv 2> /dev/null)
+# Which build of PyTorch: the ordinary one, or `cpu`. An environment keeps the one that it was made with.
+TORCH ?= $(shell cat $(INSTALLED) 2> /dev/null)
 # Everything comes from the lock, and so does what builds the project itself.
-define install_lock
-$(1)/python $(PIP_INSTALL) --requirement $(2)
-$(1)/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
-endef
+install_lock = $(PYTHON) docs/install.py --torch '$(TORCH)' --uv '$(UV)'
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
 .PHONY: lab reset figures handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-gpu test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
-	$(PYTHON) -m venv .venv
-	$(call install_lock,$(BIN),requirements.lock)
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	@$(install_lock) .venv requirements.lock
+	@echo '$(TORCH)' > $@
 
+$(OLDEST_INSTALLED): TORCH :=
 $(OLDEST_INSTALLED): oldest.lock pyproject.toml
-	$(PYTHON) -m venv .venv-oldest
-	$(call install_lock,$(OLDEST_BIN),oldest.lock)
-	touch $@
+	@$(install_lock) .venv-oldest oldest.lock
+	@touch $@
 
 # An environment with a few packages more: all else is that of the environment above, which a .pth file brings in.
 define install_beside
@@ -115,6 +116,7 @@ $(RUNS): export OMP_WAIT_POLICY := PASSIVE
 $(RUNS): export PET_LOG_DIR := /dev/null
 
 lab: $(INSTALLED)
+	@[ '$(TORCH)' = "$$(cat $(INSTALLED))" ] || { echo '.venv has another build of PyTorch; run `make clean` first' >&2; exit 1; }
 	$(BIN)/python -m fsdp_helpers lab --copies '$(WORK)' $(if $(ORIGINALS),--originals) $(LAB_ARGS)
 
 failures:

@@ -37,5 +37,5 @@ for name in $(sed 1d "$work/contents.txt"); do
 done
 host=${from#*://}
 PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1 PIP_FIND_LINKS="$from/packages/" PIP_TRUSTED_HOST=${host%%[:/]*} \
-  make --no-print-directory -C fsdp .venv/installed PYTHON="$python"
+  make --no-print-directory -C fsdp .venv/installed PYTHON="$python" UV= # uv doesn't read PIP_ variables
 echo "ready: cd fsdp, then make lab; no network is needed"
