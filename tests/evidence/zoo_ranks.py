@@ -2,20 +2,17 @@
 
 import torch
 from zoo import ZOO
-from zoo_unseen import UNSEEN
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import one_thread
 from fsdp_helpers.measuring.rank_of_n import RankOfN, distribute_model, trace_steps
-
-ANIMALS = ZOO | UNSEEN
 
 
 def measure_zoo(rank: int, world_size: int, cases: list[tuple[str, dict]]) -> list[RankOfN]:
     """Measure each case, one after the other, in whatever group this rank is."""
     found = []
     for name, changes in cases:
-        animal, config = ANIMALS[name], TrainConfig(**changes)
+        animal, config = ZOO[name], TrainConfig(**changes)
         torch.manual_seed(0)  # experts are chosen by what is drawn
         batch = animal.batch()
         with one_thread():  # on a CPU, convolutions take scratch memory for each

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from zoo import ZOO
-from zoo_ranks import ANIMALS, measure_zoo
+from zoo_ranks import measure_zoo
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import one_thread
@@ -39,7 +39,7 @@ RUNS = [Run(name, way, ranks, True) for ranks in REAL_RANKS for name, way in ALL
 
 @cache
 def zoo_profile(name: str, checkpointing: str, precision: str) -> StepProfile:
-    animal = ANIMALS[name]
+    animal = ZOO[name]
     torch.manual_seed(0)
     model, batch = animal.build(), animal.batch()
     if checkpointing != "none":
@@ -61,7 +61,7 @@ def measure_cases(cases: list[tuple[str, str]], ranks: int) -> list[ErrorRow]:
     for (name, way), measured in zip(cases, found, strict=True):
         config = TrainConfig(**WAYS[way])
         profile = zoo_profile(name, config.activation_checkpointing, config.precision)
-        rows.append(error_row(Run(name, way, ranks, True), config, profile, ANIMALS[name].units, measured))
+        rows.append(error_row(Run(name, way, ranks, True), config, profile, ZOO[name].units, measured))
         ratio = rows[-1].peak_bytes / rows[-1].predicted_bytes
         print(f"{ranks} ranks, {name}, {way}: {ratio:.4f}, {rows[-1].when}, exact: {rows[-1].is_exact}", flush=True)
     return rows

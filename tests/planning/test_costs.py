@@ -41,8 +41,6 @@ def test_a_checkpoint_is_written_by_all_nodes_and_saved_as_often_as_loses_least(
         ({}, 12),  # a parameter and two moments in fp32
         ({"precision": "bf16"}, 12),  # computed in bf16, kept in fp32
         ({"precision": "pure-bf16"}, 6),
-        ({"precision": "fp16"}, 12),
-        ({"optimizer": "sgd"}, 4),
         ({"optimizer": "sgd-momentum"}, 8),
     ],
 )

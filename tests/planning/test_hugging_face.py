@@ -29,13 +29,10 @@ OSS = {"sliding_window": 128, "head_dim": 64, "quantization_config": {"quant_met
 # the Hugging Face Hub reads from a repository's files; others are named. What cards say of MoE models is below.
 CARDS = {
     "gpt2": ({}, 124_439_808, None, "KerasHub gpt2_base_en"),
-    "gpt2 (xl)": ({"n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200, None, "KerasHub gpt2_extra_large_en"),
-    "phi3 (mini)": (sizes(3072, 32, 32, 32, 8192, 32064), 3_821_079_552, None, "KerasHub phi3_mini_4k_instruct_en"),
     "phi3 (Phi-4)": (sizes(5120, 40, 40, 10, 17920, 100352), 14_659_507_200, None, "GGUF microsoft/phi-4"),
     "gemma2 (2B)": (
         sizes(2304, 26, 8, 4, 9216, 256000, head_dim=256), 2_614_341_888, None, "KerasHub gemma2_2b_en",
     ),
-    "gemma2 (9B)": (sizes(3584, 42, 16, 8, 14336, 256000, head_dim=256), 9_241_705_984, None, "KerasHub gemma2_9b_en"),
     "gemma3_text (1B)": (sizes(1152, 26, 4, 1, 6912, 262144, head_dim=256), 999_885_952, None, "KerasHub gemma3_1b"),
     "gemma3 (4B, its text model)": (
         {"text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}},
@@ -61,10 +58,6 @@ CARDS = {
         2_689_173_504,
         "KerasHub qwen1.5_moe_2.7b_en",
     ),
-    "gpt_oss (20b)": (
-        sizes(2880, 24, 64, 8, 2880, 201088, num_local_experts=32, num_experts_per_tok=4, **OSS), 20_914_757_184,
-        4_187_440_704, "safetensors openai/gpt-oss-20b",
-    ),
     "gpt_oss (120b)": (
         sizes(2880, 36, 64, 8, 2880, 201088, num_local_experts=128, experts_per_token=4, **OSS), 116_829_156_672,
         5_711_982_912, "safetensors openai/gpt-oss-120b",
@@ -86,8 +79,7 @@ ACTIVE = {  # billions, as the models' cards have them, and whether their count 
     "mixtral (8x7B)": (12.9, False),  # mistral.ai/news/mixtral-of-experts
     "qwen3_moe (30B-A3B)": (3.3, False),  # huggingface.co/Qwen/Qwen3-30B-A3B
     "qwen2_moe (A2.7B)": (2.7, False),  # qwenlm.github.io/blog/qwen-moe
-    "gpt_oss (20b)": (3.6, True),  # gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925, table 1
-    "gpt_oss (120b)": (5.1, True),
+    "gpt_oss (120b)": (5.1, True),  # gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925, table 1
     "deepseek_v3": (37, True),  # arXiv:2412.19437
     "deepseek_v2 (Lite)": (2.4, True),  # arXiv:2405.04434, appendix B
 }
@@ -133,10 +125,8 @@ WRONG = [
     ({"model_type": "bert"}, "own_plan.plan_model plans any model"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be 1 or more"),
     ({"vocab_size": "many"}, "no whole number for vocab_size"),
-    ({"hidden_size": True}, "no whole number for hidden_size"),
     ({"num_attention_heads": 25}, "num_attention_heads 25 doesn't divide hidden_size 3072"),
     ({"num_key_value_heads": 7}, "num_key_value_heads 7 doesn't divide num_attention_heads 24"),
-    ({"num_key_value_heads": 0}, "num_key_value_heads 0 doesn't divide"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be a JSON object"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3 also needs factor"),
     ({"num_local_experts": 8}, "num_local_experts is 8, but model_type 'llama' has no experts"),
@@ -144,11 +134,8 @@ WRONG = [
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
         "'bitsandbytes': weights quantized to 4",
     ),
-    ({"quantization_config": "4bit"}, "quantization_config '4bit'"),
     (ROUTED | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8"),
-    (ROUTED | {"num_experts": None}, "no whole number for num_experts"),
     ({"model_type": "deepseek_v3"}, "no whole number for n_routed_experts"),
-    ({"model_type": "gpt2", "n_head": 7}, "num_attention_heads 7 doesn't divide hidden_size 768"),
 ]
 
 

@@ -1,7 +1,5 @@
 """Two queues of a GPU, worked out by hand."""
 
-import pytest
-
 from fsdp_helpers.planning.streams import ARITHMETIC, AT_END, COMMUNICATION, COPIES, Task, run_tasks, step_spans
 
 SECONDS = {"forward_s": 2.0, "gather_s": 1.0, "reduce_s": 1.0}
@@ -52,14 +50,6 @@ def test_a_link_slower_than_the_arithmetic_cannot_hide():
     # gathers 0-3, 3-6, 6-9, 9-12; backward of unit 1 at 9-11, of unit 0 from 12 on; reductions 12-15 and 15-18
     assert stretches(spans, ARITHMETIC)[-2:] == [("backward", 1, 9.0, 11.0), ("backward", 0, 12.0, 14.0)]
     assert max(span.end_s for span in spans) == 18.0
-
-
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_no_queue_does_two_things_at_once(prefetch):
-    spans = step_spans(5, forward_s=0.7, gather_s=0.5, reduce_s=0.9, prefetch=prefetch)
-    for queue in (ARITHMETIC, COMMUNICATION):
-        of_queue = sorted(stretches(spans, queue), key=lambda stretch: stretch[2])
-        assert all(one[3] <= other[2] + 1e-9 for one, other in zip(of_queue, of_queue[1:], strict=False))
 
 
 def test_one_reduction_is_under_way_at_a_time():
