@@ -83,10 +83,3 @@ def test_hosts_without_gpus_train_on_the_cpu_and_say_so_first(name, home, tmp_pa
         assert re.search("2 rank.* on cpu", "".join(outputs)), outputs
     else:
         assert any(re.search(r"^2 ranks on (cpu|CPU), ", output, re.MULTILINE) for output in outputs), outputs
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_cuda_refuses_the_cpu(name, home, tmp_path):
-    outputs = on_two_hosts(name, (0, 0), home, tmp_path, "cuda")
-    assert re.search(r"ranks on a \((usable )?GPUs: 0, ranks: 1\), b \((usable )?GPUs: 0, ranks: 1\)", "".join(outputs))

@@ -8,8 +8,6 @@ from runs import check_json, tiny_record
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.records import (
     CollectiveCount,
-    MemoryCurve,
-    StateBytes,
     largest_difference,
 )
 
@@ -57,16 +55,6 @@ def test_why_a_run_took_no_more_steps(first_step, steps, max_steps, why):
     record = replace(tiny_record(), config=config, first_step=first_step, step_losses=(1.0,) * steps)
     found = record.why_no_more_steps
     assert found is None if why is None else found.startswith(why)
-
-
-def test_state_total():
-    # 4 bytes of parameters + 4 of gradients + 2 x 4 of Adam's moments = 16 bytes a parameter
-    assert StateBytes(parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8).total_bytes == 16
-
-
-def test_held_is_the_end_and_peak_the_highest():
-    curve = MemoryCurve(times_s=(0.0, 1.0, 2.0), allocated_bytes=(10, 30, 20))
-    assert (curve.held_bytes, curve.peak_bytes) == (20, 30)
 
 
 def test_a_rank_adds_up_its_collectives():

@@ -340,24 +340,6 @@ def see_pictures(lab: Lab) -> None:
             assert width == pytest.approx(2 * shown, abs=4)
 
 
-def test_listings_scroll_instead_of_breaking(lab, scratch):
-    scratch(
-        "from fsdp_helpers.teaching.page import show\n"
-        "from fsdp_helpers.training import worker\n"
-        "show.source(worker.train_epochs)"
-    )
-    lab.run("notebook:run-all-cells")
-    listing = lab.shown(".jp-OutputArea pre[tabindex]")
-    listing.wait_for()
-    look = listing.evaluate(
-        "pre => [getComputedStyle(pre).whiteSpace, pre.clientHeight,"
-        " parseFloat(getComputedStyle(pre).lineHeight) * pre.textContent.split('\\n').length,"
-        " getComputedStyle(pre).fontFamily]"
-    )
-    assert look[0] == "pre" and "mono" in look[3].lower()
-    assert look[1] == pytest.approx(look[2], abs=20)  # a line of the page for each line of code
-
-
 # ---------------------------------------------------------------- the stop button
 
 

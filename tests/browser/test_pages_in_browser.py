@@ -119,12 +119,3 @@ def test_nothing_of_the_book_runs_off_a_phone_and_every_picture_has_words(browse
         page.screenshot(path=SHOTS / f"book-{path.stem}.png")
     page.close()
     assert [url for url in asked if not url.startswith(("data:", book_folder.as_uri()))] == []
-
-
-def test_the_search_of_the_book_finds_a_message(browser, book_folder):
-    page = browser.new_page()
-    page.goto(f"{(book_folder / 'search.html').as_uri()}?q=Connection+closed+by+peer")
-    page.wait_for_selector("ul.search li a")
-    found = page.eval_on_selector_all("ul.search li a", "links => links.map(link => link.href)")
-    page.close()
-    assert any("11_when_it_breaks.html" in link for link in found)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from gpu_driver import refusals
 from leftovers import PROJECT
 
 from fsdp_helpers.checkpointing.folder import checkpoint_name, find_steps
@@ -78,21 +77,10 @@ def test_devices_are_counted_described_and_chosen_but_hold_nothing(gpus, run_pyt
     assert {use.rank for use in gpus.uses()} == {"-"}
 
 
-def test_a_driver_that_is_too_old_is_counted_and_cannot_be_used(gpus, run_python):
-    lines = run_python(ASK, gpus.environment(too_old=True)).splitlines()
-    assert lines[:2] == ["count 1", "available False"]
-    assert all("RuntimeError The NVIDIA driver on your system is too old" in line for line in lines[2:])
-
-
 def test_a_step_on_the_cpu_initializes_cuda(gpus, run_python):
     """Why CPU ranks hide the GPUs: torch's optimizers ask whether a stream is being captured."""
     assert run_python(STEP, gpus.environment()).strip() == "True"
     assert "initialize" in {use.what for use in gpus.uses()}
-
-
-def test_what_driver_c_holds_is_not_written_again():
-    text = refusals({"cuInit", "cuDriverGetVersion"})
-    assert text == "int cuInit(void) { return 801; }\n"
 
 
 # ---------------------------------------------------------------- finding GPUs
@@ -153,14 +141,6 @@ def test_no_cell_of_a_notebook_looks_at_a_gpu(gpus, run_beside, tmp_path):
     settings = {"IPYTHONDIR": str(tmp_path / "ipython"), "PET_LOG_DIR": "/dev/null"}
     run_beside([*execute, "--ExecutePreprocessor.timeout=600", work / "03_fsdp.ipynb"], settings | gpus.environment())
     assert gpus.touched() == []
-
-
-def test_tests_use_a_gpu_only_if_asked(gpus, run_beside):
-    """Without `-m gpu` its tests are skipped, and all others run CPU ranks."""
-    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", PROJECT / "tests" / "test_gpu.py"]
-    done = run_beside(program, gpus.environment())
-    assert "not asked for: pytest -m gpu" in done.stdout and "passed" not in done.stdout
-    assert gpus.uses() == []
 
 
 def test_doctors_checks_fail_where_nothing_can_be_computed_and_none_hangs(gpus, run_beside):

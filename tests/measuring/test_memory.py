@@ -7,13 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
-from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.memory import state_bytes, trace_memory
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.training.worker import train_worker
-
-MODEL_BYTES = 1_199_882 * 4  # ShallowNet in fp32
 
 
 def one_step(model: nn.Module) -> torch.optim.Optimizer:
@@ -31,13 +26,6 @@ def test_state_of_shallow_net():
     assert state.gradient_bytes == 4_799_528
     assert state.optimizer_bytes == 9_599_056
     assert state.total_bytes == 16 * 1_199_882
-
-
-def test_state_before_the_first_step():
-    model = build_model("simple")
-    state = state_bytes(model, torch.optim.Adam(model.parameters()))
-    # 50,186 parameters x 4 bytes; no gradient and no moment exists yet
-    assert (state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes) == (200_744, 0, 0)
 
 
 class Doubler(nn.Module):
@@ -63,18 +51,6 @@ def test_a_known_allocation_appears_to_the_byte():
     assert curve.allocated_bytes[0] == 4_000
     assert curve.peak_bytes == 4_000 + 8_000
     assert curve.held_bytes == 4_000
-
-
-def test_the_curve_is_a_staircase_from_zero_on():
-    with trace_memory("cpu") as trace:
-        kept = [torch.empty(100) for _ in range(3)]
-        kept.pop()
-    curve = trace.whole().curve
-    # up 400, 800, 1,200 bytes, then down to 800
-    assert curve.allocated_bytes == (0, 400, 800, 1200, 800)
-    assert curve.times_s[0] == 0.0
-    assert list(curve.times_s) == sorted(curve.times_s)
-    assert len(kept) == 2
 
 
 def test_the_peak_of_a_mark_is_that_until_the_next():
@@ -153,45 +129,3 @@ def test_a_slow_start_does_not_shift_the_clock(monkeypatch, tmp_path):
         with record_function("train step"):
             dist.all_reduce(torch.ones(2))
     assert [seen.bytes for seen in trace.last("train step").collectives] == [8]
-
-
-@pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    """Two runs on real ranks, on the digits: local, and DDP on two ranks."""
-    empty = str(tmp_path_factory.mktemp("no-mnist"))
-    settings = {"global_batch_size": 32, "max_steps": 6, "test_images": 20, "data_dir": empty}
-    local = launch(train_worker, TrainConfig(strategy="local", **settings), world_size=1, device="cpu")[0]
-    ddp = TrainConfig(strategy="ddp", **settings)
-    return {"local": local, "ddp": launch(train_worker, ddp, world_size=2, device="cpu")[0]}
-
-
-def test_held_bytes_follow_from_the_parameters(records):
-    # local: 16 bytes a parameter, and Adam's step counters, 4 bytes for each of 8 tensors
-    state_and_counters = 16 * 1_199_882 + 8 * 4
-    held = records["local"].ranks[0].held_bytes
-    assert held >= state_and_counters
-    assert held - state_and_counters < 1_000  # the losses of the steps so far, 4 bytes each, and such
-    for rank in records["ddp"].ranks:
-        # DDP: its reduction buckets are a second copy of the gradients, 4 bytes a parameter more
-        assert 0 <= rank.held_bytes - (state_and_counters + MODEL_BYTES) < 1_000
-        assert rank.peak_bytes > rank.held_bytes
-
-
-def test_the_record_is_read_from_the_curve(records):
-    run = records["ddp"]
-    assert [trace.curve.held_bytes for trace in run.traces] == [rank.held_bytes for rank in run.ranks]
-    assert [trace.curve.peak_bytes for trace in run.traces] == [rank.peak_bytes for rank in run.ranks]
-
-
-def test_phases_in_order_and_within_the_step(records):
-    for run in records.values():
-        for trace in run.traces:
-            assert [phase.name for phase in trace.curve.phases] == ["forward", "backward", "step"]
-            edges = [time for phase in trace.curve.phases for time in (phase.start_s, phase.end_s)]
-            assert edges == sorted(edges)
-
-
-def test_a_steady_step_ends_as_it_began(records):
-    curve = records["local"].traces[0].curve
-    # Between two steady steps only the list of losses grows, by one value of 4 bytes.
-    assert abs(curve.allocated_bytes[-1] - curve.allocated_bytes[0]) < 100

@@ -138,21 +138,6 @@ def test_what_a_batch_may_be():
     assert (tokens.shape, positions.shape) == ((2, 64), (64,))
 
 
-class Positioned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places, self.head = nn.Embedding(50, 16), nn.Embedding(64, 16), nn.Linear(16, 50)
-
-    def forward(self, tokens, positions):
-        return self.head(self.words(tokens) + self.places(positions))
-
-
-def test_a_batch_with_positions():
-    batch = [torch.zeros(4, 64, dtype=torch.long), torch.arange(64)]
-    plan, _ = plan_model(Positioned, batch, world_size=2, device_memory_gb=8)
-    assert plan.settings.batch == 4
-
-
 class Router(nn.Module):
     """Each row goes to one of two experts."""
 
@@ -168,13 +153,6 @@ class Router(nn.Module):
 def test_a_router_on_the_meta_device_ends_in_a_sentence():
     with pytest.raises(ValueError, match="sizes of Router.s tensors depend on values .* no values on the meta device"):
         plan_model(lambda: on_meta(Router), torch.zeros(4, 8), world_size=2, device_memory_gb=8)
-
-
-def test_nonsense():
-    with pytest.raises(ValueError, match="world_size is 0"):
-        plan_model(nn.Identity, torch.zeros(1), world_size=0, device_memory_gb=1)
-    with pytest.raises(ValueError, match="device_memory_bytes is nan"):
-        plan_model(nn.Identity, torch.zeros(1), world_size=1, device_memory_gb=float("nan"))
 
 
 # ---------------------------------------------------------------- frozen, tied, on the meta device

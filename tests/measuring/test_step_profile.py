@@ -1,7 +1,6 @@
 """One measured step: which events, in which order, with how many bytes."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,18 +28,6 @@ def two_layers() -> nn.Module:
 def profile_of(model: nn.Module):
     images = torch.ones(4, 64)
     return measure_step(model, lambda: model(images).sum())
-
-
-def test_dropout_has_a_profile_of_its_own(monkeypatch):
-    """Its masks are kept for backward. Runs that differ in their sharding alone share one."""
-    plain = replace(tiny_record(), config=TrainConfig(model="shallow", dropout=False))
-    ddp = replace(plain, config=replace(plain.config, strategy="ddp"))
-    dropping = replace(plain, config=replace(plain.config, dropout=True))
-    measured = []
-    monkeypatch.setattr(step_profile, "measure_run", lambda config, *run: measured.append(config.dropout))
-    monkeypatch.setattr(step_profile, "walk_step", lambda *step, **settings: SimpleNamespace(peak=None))
-    predicted_peaks({"with": dropping, "without": plain, "on other ranks": ddp})
-    assert measured == [True, False]
 
 
 def test_events_and_bytes_of_two_layers():

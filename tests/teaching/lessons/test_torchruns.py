@@ -7,7 +7,6 @@ import pytest
 from leftovers import PROJECT
 from programs import wait_until
 
-from fsdp_helpers.planning.traffic import step_range_s
 from fsdp_helpers.teaching.lessons import torchruns
 
 REFERENCE = PROJECT / "notebooks" / "reference"
@@ -74,29 +73,7 @@ def test_a_rank_is_found_and_killed(tmp_path):
         assert torchruns.kill_rank(process, 1, after=tmp_path / "now") == "-9\n"
 
 
-def test_lines_with():
-    assert torchruns.lines_with("a 1\nb 2\nc 1\n", "a", "2") == "a 1\nb 2"
-
-
 # ---------------------------------------------------------------- the kept records
-
-
-@pytest.fixture(scope="module")
-def bandwidth() -> dict:
-    return json.loads((REFERENCE / "bandwidth.json").read_text())
-
-
-def test_the_kept_bandwidths(bandwidth):
-    """Sent bytes over bandwidth within 25 %, where they need four times as long as all the rest; hybrid is faster."""
-    unlimited, *limited = bandwidth["rates"]
-    for row in limited:
-        assert row["predicted_s"] == pytest.approx(8 * row["sent_bytes"] / row["bits_per_s"])
-        assert row["step_s"] > step_range_s(unlimited["step_s"], row["predicted_s"])[0]
-    dominated = [row for row in limited if row["predicted_s"] > 4 * unlimited["step_s"]]
-    assert [row["bits_per_s"] for row in dominated] == [2e8, 5e7]
-    assert all(abs(row["step_s"] / row["predicted_s"] - 1) < 0.25 for row in dominated)
-    full, hybrid = bandwidth["shardings"]
-    assert hybrid["step_s"] < full["step_s"] and hybrid["cable_bytes_per_step"] < full["cable_bytes_per_step"]
 
 
 def test_the_kept_job_says_nothing_of_its_machine():

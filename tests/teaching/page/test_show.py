@@ -127,15 +127,3 @@ def test_the_reader_chooses_the_device(machine, monkeypatch):
     monkeypatch.setenv("FSDP_DEVICE", "cpu")
     device, shown = machine("cuda", 2, Gpus(2))
     assert device == "cpu" and "unset FSDP_DEVICE and run the notebook again" in shown
-
-
-@pytest.mark.parametrize(
-    "found, problem",
-    [
-        (Gpus(1), "2 ranks need 2 CUDA devices, but this machine has 1; use device 'cpu', or fewer ranks"),
-        (Gpus(2, "the driver is too old"), r"torch can't use this machine's GPU \(the driver is too old\)"),
-    ],
-)
-def test_cuda_without_the_gpus_for_it_is_refused(found, problem, machine):
-    with pytest.raises(ValueError, match=problem):
-        machine("cuda", 2, found)
