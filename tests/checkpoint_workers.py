@@ -18,11 +18,17 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_helpers.checkpointing import checkpoint, resume
+from fsdp_helpers.checkpointing import checkpoint
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import CheckpointError, begin
 from fsdp_helpers.checkpointing.resume import Stopped, heeding_sigterm, run_checkpoints
@@ -34,7 +40,6 @@ from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.teaching.lessons import saving_and_resuming
 from fsdp_helpers.teaching.lessons.saving_and_resuming import trained_for_a_step
 from fsdp_helpers.training import loop as training
-from fsdp_helpers.training import worker
 from fsdp_helpers.training.worker import load_rank_data, train_worker
 
 # ---------------------------------------------------------------- saving and loading
@@ -80,12 +85,6 @@ def whole_state(model, optimizer):
     return whole if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
 
-def whole_parameters(model):
-    """Those of the state's tensors that a fresh model has."""
-    whole = {f"model.{name}": gather(tensor) for name, tensor in get_model_state_dict(model).items()}
-    return whole if not dist.is_initialized() or dist.get_rank() == 0 else {}
-
-
 def gather(tensor):
     if isinstance(tensor, ShardedTensor):  # of FSDP1 without a mesh
         whole = torch.empty(tensor.size(), dtype=tensor.dtype) if dist.get_rank() == 0 else None
@@ -102,63 +101,6 @@ def differences(found, expected):
 
 def same(found, expected):
     return found.dtype == expected.dtype and torch.equal(found, expected)
-
-
-def save_under_each(rank, world_size, folder, configs):
-    """For each name and its config: train a little, save in both ways, and note the whole state in NAME.expected."""
-    for name, config in configs.items():
-        model, optimizer = build(config, seed=1)
-        torch.manual_seed(10 + rank)
-        train_steps(model, optimizer, 3)
-        save(folder / name, model, optimizer)
-        save_full(folder / f"{name}.pt", model, optimizer)
-        expected = whole_state(model, optimizer)
-        if rank == 0:
-            torch.save(expected, folder / f"{name}.expected")
-
-
-def load_each(rank, world_size, folder, names, config):
-    """For each saved name: parameters that differ from the saved ones before the load, what differs after (rank 0)."""
-    found = {}
-    for name in names:
-        expected = torch.load(folder / f"{name}.expected", weights_only=True)
-        model, optimizer = build(config, seed=2)
-        parameters = {name: kept for name, kept in expected.items() if name.startswith("model.")}
-        before = differences(whole_parameters(model), parameters)
-        load(folder / name, model, optimizer)
-        found[name] = before, differences(whole_state(model, optimizer), expected)
-    return found
-
-
-def save_while_training(rank, world_size, folder, configs):
-    """For each name: how the file differs from the state at the call, and how the state after training does (rank 0).
-
-    Nothing is written before the steps that follow the call are done.
-    """
-    write_data, trained = dcp.FileSystemWriter.write_data, threading.Event()
-
-    def write_later(*args):
-        if not trained.wait(30):
-            raise TimeoutError("training waits for the file")
-        return write_data(*args)
-
-    dcp.FileSystemWriter.write_data = write_later
-    group, found = dist.new_group(backend="gloo"), {}
-    for name, config in configs.items():
-        model, optimizer = build(config, seed=1)
-        torch.manual_seed(10 + rank)
-        train_steps(model, optimizer, 2)
-        at_the_call = whole_state(model, optimizer)
-        trained.clear()
-        future = save(folder / name, model, optimizer, extra={"steps": [2]}, wait=False, group=group)
-        train_steps(model, optimizer, 3)
-        trained.set()
-        future.result()
-        trained_on = differences(whole_state(model, optimizer), at_the_call)
-        model, optimizer = build(config, seed=2)
-        assert load(folder / name, model, optimizer) == {"steps": [2]}
-        found[name] = trained_on, differences(whole_state(model, optimizer), at_the_call)
-    return found
 
 
 def groups_of_a_background_save(rank, world_size, folder):
@@ -219,18 +161,20 @@ def wrapped(name, seed):
     """The small model as other people wrap it, its optimizer and a schedule that halves the learning rate."""
     torch.manual_seed(seed)
     model = small_model()
+    shape = (2, dist.get_world_size() // 2) if "hybrid" in name else (dist.get_world_size(),)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = None if "mesh" in name else init_device_mesh("cpu", shape, mesh_dim_names=names)
     if name == "ddp":
         model = DistributedDataParallel(model)
-    elif name == "fsdp2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    elif name.startswith("fsdp2"):
+        policy = CPUOffloadPolicy(pin_memory=False) if "offload" in name else OffloadPolicy()
+        fully_shard(model[0], mesh=mesh, offload_policy=policy)
+        fully_shard(model, mesh=mesh, offload_policy=policy)
     else:
-        mesh = None if name == "fsdp1 without a mesh" else init_device_mesh("cpu", (dist.get_world_size(),))
+        strategy = ShardingStrategy.HYBRID_SHARD if "hybrid" in name else ShardingStrategy.FULL_SHARD
+        settings = {"device_id": torch.device("cpu"), "device_mesh": mesh, "sharding_strategy": strategy}
         with warnings.catch_warnings(action="ignore"):  # on one rank it shards nothing, and says so
-            model = FullyShardedDataParallel(
-                model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=name != "fsdp1 flat"
-            )
+            model = FullyShardedDataParallel(model, use_orig_params=name != "fsdp1 flat", **settings)
     optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
     return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
@@ -254,6 +198,7 @@ def save_and_go_on(rank, world_size, folder, names):
         scheduled_steps(model, optimizer, schedule, 2)
         extra = {"schedule": schedule.state_dict(), "step": 2, "mine": torch.tensor(rank)}
         save(folder / name, model, optimizer, extra=extra)
+        save_full(folder / f"{name}.pt", model, optimizer)
         expected = whole_state(model, optimizer)
         if rank == 0:
             torch.save(expected, folder / f"{name}.expected")
@@ -272,6 +217,36 @@ def save_and_go_on(rank, world_size, folder, names):
         save(folder / "none", model, optimizer, extra={"shard": next(model.parameters())})  # of FSDP2, the last one
     except ValueError as error:
         found["a shard as extra"] = str(error)
+    return found
+
+
+def save_while_training(rank, world_size, folder, names):
+    """For each strategy: whether training has changed all of the state, and how what was saved differs from the call's.
+
+    Nothing is written before the steps that follow the call are done. (Of rank 0; the others have no whole state.)
+    """
+    write_data, trained = dcp.FileSystemWriter.write_data, threading.Event()
+
+    def write_later(*args):
+        if not trained.wait(30):
+            raise TimeoutError("training waits for the file")
+        return write_data(*args)
+
+    dcp.FileSystemWriter.write_data = write_later
+    group, found = dist.new_group(backend="gloo"), {}
+    for name in names:
+        model, optimizer, schedule = wrapped(name, seed=1)
+        scheduled_steps(model, optimizer, schedule, 2)
+        at_the_call = whole_state(model, optimizer)
+        trained.clear()
+        future = save(folder / name, model, optimizer, extra={"steps": [2]}, wait=False, group=group)
+        scheduled_steps(model, optimizer, schedule, 3)
+        trained.set()
+        future.result()
+        trained_on = differences(whole_state(model, optimizer), at_the_call)
+        model, optimizer, _ = wrapped(name, seed=2)
+        assert load(folder / name, model, optimizer) == {"steps": [2]}
+        found[name] = len(trained_on) == len(at_the_call), differences(whole_state(model, optimizer), at_the_call)
     return found
 
 
@@ -299,12 +274,12 @@ def load_with_a_late_folder(rank, world_size, folder):
     )
 
 
-def load_crosswise(rank, world_size, folder, names):
+def load_crosswise(rank, world_size, folder, savers, loaders):
     """For each saved name and each strategy: what differs after the load, the learning rate, and the counter."""
     found = {}
-    for saver in names:
+    for saver in savers:
         expected = torch.load(folder / f"{saver}.expected", weights_only=True)
-        for loader in names:
+        for loader in loaders:
             model, optimizer, _ = wrapped(loader, seed=3)
             extra = load(folder / saver, model, optimizer)
             differing = differences(whole_state(model, optimizer), expected) if rank == 0 else None
@@ -417,36 +392,12 @@ def gather_by_torch(rank, world_size, config):
 # ---------------------------------------------------------------- resuming, and shards by hand
 
 
-def train_normalized(rank, world_size, configs):
-    """`train_worker` for each config, with a model that has buffers."""
-
-    def build_normalized(name, dropout=True):
-        return nn.Sequential(
-            nn.BatchNorm2d(1), nn.Flatten(), nn.Dropout() if dropout else nn.Identity(), nn.Linear(784, 10)
-        )
-
-    worker.build_model = resume.build_model = build_normalized
-    return [train_worker(rank, world_size, config) for config in configs]
-
-
 def random_state_after_resuming(rank, world_size, config):
     """The state of the random number generator once the newest checkpoint is loaded."""
     model, optimizer = build(config, seed=2)
     with run_checkpoints(config, rank, "digits") as checkpoints:
         checkpoints.load(model, optimizer)
     return torch.get_rng_state().numpy().tobytes()
-
-
-def save_shards(rank, world_size, folder, num_tensors, num_rows, num_columns):
-    """A checkpoint of parameters called layer0, layer1 and so on, filled with their number, cut along their rows."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    tensors = {
-        f"layer{number}": DTensor.from_local(
-            torch.full((num_rows // world_size, num_columns), float(number)), mesh, [Shard(0)]
-        )
-        for number in range(num_tensors)
-    }
-    dcp.save({"model": tensors}, storage_writer=dcp.FileSystemWriter(folder))
 
 
 def save_cut_along_each_dimension(rank, world_size, folder):

@@ -40,7 +40,16 @@ KILLS = {
         (STEP, 1, "self"), (SHARD, 1, "torchrun"), (JOINED, 1, "self"), (COPY, 1, "torchrun"), (EXPORT, 1, "sibling"),
     ],
 }  # fmt: skip
+# Of checkpoint.py, which saves after 5, 10 and 12 steps, and then removes the older checkpoint
+NUMBER, OLDER = "^os.rename .*unfinished.* .*/0", "^shutil.rmtree .*/run/0"
+SAVES = {
+    "in saves of checkpoint.py": [
+        (STEP, 3, "self"), (METADATA, 1, "torchrun"), (NUMBER, 1, "sibling"), (WRITE, 1, "self"), (STALE, 1, "sibling"),
+        (OLDER, 1, "self"), (METADATA, 1, "sibling"), (NUMBER, 1, "self"),
+    ],
+}  # fmt: skip
 WORLD_SIZES = {  # one start after the other; a sibling needs two ranks
+    "in saves of checkpoint.py": (2,) * 9,
     "on 2 ranks": (2,) * 11,
     "on 1 to 3 ranks": (2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3),
 }
@@ -52,7 +61,7 @@ def survive(start: Start, when: str, folder: Path) -> None:
 
     `start(world_size, name, variables)` is a torchrun_job.
     """
-    moments = [*KILLS[when], None]
+    moments = [*(KILLS | SAVES)[when], None]
     for number, (moment, world_size) in enumerate(zip(moments, WORLD_SIZES[when], strict=True)):
         name = f"job-{number}"
         with start(world_size, name, variables(folder, moment, name) if moment else {}) as job:

@@ -18,15 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.collectives import count_collectives, trace_collectives
-from fsdp_helpers.ranks.group import rank_device
-from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.recompute import is_checkpointed
-from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, unit_names
+from fsdp_helpers.sharding.strategies import unit_names
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "take_home"
-MAX_NORM = 1.0
 SMALL_NORM = 0.1  # for levers.py, whose norms are about 0.8
 
 
@@ -103,37 +99,6 @@ def units_and_settings(script: ModuleType, arguments: tuple) -> tuple[list[str],
     with contextlib.redirect_stdout(io.StringIO()), patch.object(nn.Module, "to", refuse):
         script.main(torch.device("cpu"), *arguments)
     return unit_names(made[-1]), settings
-
-
-def train_as_package(rank, world_size, name, config: TrainConfig, steps: int, max_norm: float | None) -> list[float]:
-    """Mean losses over the global batch, one per step, of the script's model under the package's strategy."""
-    script, device = load_script(name), rank_device()
-    torch.manual_seed(0)
-    model = APPLY_STRATEGY[config.strategy](script.build_model(), device, config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(steps):
-        inputs, labels = (
-            part.chunk(world_size)[rank].to(device).chunk(config.micro_batches) for part in script.load_batch(step)
-        )
-        optimizer.zero_grad()
-        total = torch.zeros((), device=device)
-        for index in range(config.micro_batches):
-            loss = F.cross_entropy(model(inputs[index]).float().flatten(0, 1), labels[index].flatten())
-            loss = loss / config.micro_batches
-            if index < config.micro_batches - 1:
-                with hold_back_reduction(model):
-                    loss.backward()
-            else:
-                loss.backward()
-            total += loss.detach()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        losses.append(total.item() / world_size)
-    return losses
 
 
 def train_alone(name: str, steps: int = 6, seed: int = 0, norms: list[float] | None = None) -> list[float]:

@@ -82,16 +82,6 @@ def test_nothing_bears_the_name_before_every_byte_is_on_the_disk(tmp_path, monke
     assert seen == [("fsync", before), ("fsync", before), ("rename", before), ("fsync", after)]
 
 
-def test_a_failing_commit_leaves_no_checkpoint(tmp_path, monkeypatch):
-    def fail(*args):
-        raise OSError("no space")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="no space"):
-        save(tmp_path, 20)
-    assert find_steps(tmp_path) == []
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_the_newest_are_kept(count, tmp_path):
     for step in (5, 10, 15):
@@ -163,14 +153,11 @@ def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
         (lambda path: (path / "__0_0.distcp").write_bytes(b""), r"__0_0\.distcp is damaged: 0 bytes instead of 5"),
         (lambda path: (path / "checkpoint.json").unlink(), "isn't a checkpoint: it has no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "it has no readable checkpoint.json"),
-        (lambda path: (path / "checkpoint.json").write_bytes(b"\xff"), "it has no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 3}'), "can't read formats above 2"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": "1"}'), "has format 1, .* update fsdp_helpers"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1}'), "checkpoint.json is damaged"),
-        (lambda path: (path / "checkpoint.json").write_text("[1]"), "it has no readable checkpoint.json"),
         (lambda path: rewrite(path, color="red"), "checkpoint.json is damaged"),
         (lambda path: rewrite(path, files=[]), "checkpoint.json is damaged"),
-        (lambda path: rewrite(path, step=None), "checkpoint.json is damaged"),
         (lambda path: rewrite(path, settings=[]), "checkpoint.json is damaged"),
     ],
 )
@@ -222,13 +209,6 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
         assert ".writing-step-00000020" in names(folder)  # the other one's, and not to be cleared away
         process.communicate(b"\n")
     with locked(folder):
-        pass
-
-
-def test_a_killed_process_has_no_folder(tmp_path):
-    with held(tmp_path) as process:
-        process.kill()
-    with locked(tmp_path):
         pass
 
 
@@ -293,8 +273,3 @@ def test_the_folder_is_known_without_torch():
     code = "import sys, fsdp_helpers.checkpointing.folder; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-def test_the_description_is_json(tmp_path):
-    content = json.loads((save(tmp_path, 20) / "checkpoint.json").read_text())
-    assert content.keys() == {"format", "step", "world_size", "settings", "files"}

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +15,8 @@ import checkpoint_workers as workers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from leftovers import END_S, PROJECT, processes_of_this_session
-from programs import PATIENCE_S
+from leftovers import END_S
+from programs import running, wait_until
 from runs import FIXTURES, OFFLINE, main_in_process, mostly_long, train
 
 from fsdp_helpers.checkpointing.folder import CheckpointError, checkpoint_name, find_steps, locked
@@ -119,11 +118,10 @@ def evaluation(epoch):
     return epoch.epoch, epoch.test_loss, epoch.test_correct
 
 
-@pytest.mark.parametrize("saver", [pytest.param(RUNS[1], marks=pytest.mark.long), RUNS[4]])
-def test_a_run_goes_on_on_other_ranks_and_under_another_strategy(saver, no_mnist, tmp_path):
-    """To one process and to the other API; that the same API loads on fewer ranks is test_state's."""
+def test_a_run_goes_on_on_other_ranks_and_under_another_strategy(no_mnist, tmp_path):
+    """To one process and to the other API; test_checkpoint.py has all others."""
     settings = {"data_dir": no_mnist, "dropout": False, "max_steps": 10} | SETTINGS
-    strategy, api, world_size = saver
+    strategy, api, world_size = RUNS[4]
     whole = settings | {"strategy": strategy, "api": api}
     saved = tmp_path / "saved"
     _, undisturbed = train_in_turn(world_size, whole | {"checkpoint_dir": str(saved), "max_steps": 5}, whole)
@@ -194,20 +192,6 @@ def arguments(settings: dict, *more) -> list:
     return ["train", "--device", "cpu", *flags, *more]
 
 
-@pytest.mark.parametrize("strategy, api, world_size", [("local", "fsdp2", 1), ("fsdp", "fsdp2", 2)])
-def test_a_model_with_buffers_resumes(strategy, api, world_size, no_mnist, tmp_path):
-    """Batch normalization counts its batches; the evaluation reads what it has seen."""
-    settings = SHORT | {"strategy": strategy, "api": api, "data_dir": no_mnist, "train_images": 43}
-    config = TrainConfig(**settings)
-    whole, first, second = (replace(config, checkpoint_dir=str(tmp_path / name)) for name in ("whole", "two", "two"))
-    runs = [whole, replace(first, max_steps=4), replace(second, resume=True)]
-    undisturbed, _, resumed = launch(workers.train_normalized, runs, world_size=world_size, device="cpu")[0]
-    assert (resumed.first_step, resumed.step_losses) == (4, undisturbed.step_losses[4:])
-    states = [read_state(tmp_path / run / checkpoint_name(8)) for run in ("whole", "two")]
-    assert states[0]["model.0.num_batches_tracked"] == 8
-    assert workers.differences(*states) == []
-
-
 def test_a_finished_run_trains_nothing_and_evaluates(no_mnist, tmp_path, capfd):
     folder = tmp_path / "run"
     settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(folder)}
@@ -223,20 +207,6 @@ def test_a_finished_run_trains_nothing_and_evaluates(no_mnist, tmp_path, capfd):
     assert listing(folder) == before
     output = capfd.readouterr().out
     assert "after the first 8 of an earlier run" in output and "train loss" not in output
-
-
-@pytest.mark.parametrize("epochs, max_steps, first_step", mostly_long([(1, None, 5), (2, 5, 5), (2, 4, 4)]))
-def test_steps_and_epochs_count_from_the_beginning_of_the_run(
-    epochs, max_steps, first_step, undisturbed, no_mnist, tmp_path
-):
-    """5 steps an epoch: a run that ends with an epoch, or within one, and is given more to do later."""
-    short = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(tmp_path), "epochs": epochs, "max_steps": max_steps}
-    again = short | {"resume": True}
-    _, finished, resumed = train_in_turn(2, short, again, again | {"epochs": 2, "max_steps": 7})
-    assert (finished.first_step, finished.step_losses) == (first_step, ())
-    assert [epoch.epoch for epoch in finished.epochs] == [1]
-    assert resumed.first_step == first_step
-    assert resumed.step_losses == undisturbed[first_step:7]
 
 
 # ---------------------------------------------------------------- killed at any moment, nothing is lost
@@ -323,40 +293,20 @@ def kill_and_check(victim, moment, everyone, saving_config, undisturbed, tmp_pat
     check_that_nothing_is_lost(folder, len(diary.read_bytes()), saving_config, undisturbed)
 
 
-@contextmanager
-def started(command: list, folder: Path):
-    """The command line in a process group of its own, with a temporary folder that may be left behind."""
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t-") as temporary, open(folder / "output", "w+") as output:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            env={**os.environ, "TMPDIR": temporary, "PYTHONPATH": str(PROJECT)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-            assert processes_of_this_session() == {}
-
-
 def wait_for_steps(folder: Path, count: int, process: subprocess.Popen) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while len(find_steps(folder)) < count and time.monotonic() < deadline_s and process.poll() is None:
-        time.sleep(0.02)
+    assert wait_until(lambda: len(find_steps(folder)) >= count or process.poll() is not None)
     assert process.poll() is None, "the run ended by itself"
-    assert len(find_steps(folder)) >= count
 
 
 def wait_for_lock(folder: Path) -> None:
     """A killed process is off the list of processes a moment before the system takes back its locks."""
-    deadline_s = time.monotonic() + END_S
-    while time.monotonic() < deadline_s:
+
+    def is_free() -> bool:
         with suppress(CheckpointError), locked(folder):
-            return
-        time.sleep(0.02)
+            return True
+        return False
+
+    assert wait_until(is_free, END_S)
 
 
 @pytest.mark.long
@@ -366,8 +316,9 @@ def test_the_command_line_killed_from_outside(whole_group, no_mnist, tmp_path, c
     folder = tmp_path / "run"
     settings = SHORT | {"data_dir": no_mnist, "checkpoint_dir": str(folder), "epochs": 100_000, "max_steps": 100_000}
     settings["checkpoint_every"] = 1
-    command = [sys.executable, OFFLINE, *arguments(settings)]
-    with started(command, tmp_path) as process:
+    command = [sys.executable, OFFLINE, *map(str, arguments(settings))]
+    temporary = tempfile.mkdtemp()  # of the process that is killed
+    with running([str(part) for part in command], variables={"TMPDIR": temporary}) as process:
         wait_for_steps(folder, 3, process)
         # One step: should it be let in, it ends at once.
         assert main_in_process(*arguments(settings | {"max_steps": 1}, "--resume")) == 2
@@ -377,6 +328,7 @@ def test_the_command_line_killed_from_outside(whole_group, no_mnist, tmp_path, c
         (os.killpg if whole_group else os.kill)(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
     wait_for_lock(folder)
+    shutil.rmtree(temporary)
     newest = find_steps(folder)[-1]
     settings["max_steps"] = newest + 2
     assert main_in_process(*arguments(settings, "--resume", "--json", tmp_path / "run.json")) == 0
@@ -426,32 +378,6 @@ def test_a_disk_that_fills_up(full_on, part, saving_config, undisturbed, tmp_pat
     assert f"CheckpointError: {folder}" in caught.value.summary.replace("fsdp_helpers.checkpointing.folder.", "")
     assert find_steps(folder) == [2, 4]
     assert unfinished(folder) == []
-    check_that_nothing_is_lost(folder, 6, saving_config, undisturbed)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A folder on a file system of 1.6 MB of its own: room for two checkpoints of 602,232 bytes, not for three."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1600k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or not shutil.which("mount"):
-        pytest.skip("only root can mount a file system")
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_disk_that_is_really_full(small_disk, saving_config, undisturbed):
-    folder = small_disk / "run"
-    config = saving_config(folder, keep_last=None)
-    # The reason is the system's, "No space left on device", or torch's, which notices that its file is too short.
-    with pytest.raises(RankError, match=f"CheckpointError: {folder}.*no checkpoint for step 6"):
-        launch(train_worker, config, world_size=2, device="cpu", timeout_s=240)
-    assert find_steps(folder) == [2, 4]
-    assert unfinished(folder) == []
-    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     check_that_nothing_is_lost(folder, 6, saving_config, undisturbed)
 
 
@@ -532,34 +458,11 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(damage, run_folder, no_mnis
     assert listing(run_folder) == before
 
 
-def test_the_way_out_of_a_damaged_checkpoint_is_one(run_folder, no_mnist, undisturbed, tmp_path, capfd):
-    (run_folder / checkpoint_name(4) / ".metadata").unlink()
-    assert resume(run_folder, no_mnist, "--resume") == 2
-    (line,) = complaints(capfd)
-    assert "delete step-00000004 to continue from step-00000002" in line
-    shutil.rmtree(run_folder / checkpoint_name(4))
-    assert resume(run_folder, no_mnist, "--resume", "--json", tmp_path / "run.json") == 0
-    assert json.loads((tmp_path / "run.json").read_text())["step_losses"] == list(undisturbed[2:])
-
-    for step in (2, 4, 6):
-        shutil.rmtree(run_folder / checkpoint_name(step), ignore_errors=True)
-    (run_folder / checkpoint_name(8) / ".metadata").unlink()
-    capfd.readouterr()
-    assert resume(run_folder, no_mnist, "--resume") == 2
-    (line,) = complaints(capfd)
-    assert "delete step-00000008 to start again" in line
-
-
 @pytest.mark.parametrize(
     "settings, message",
     [
         ({"model": "vit"}, "was saved with model 'simple', but this run has 'vit'"),
-        ({"seed": 1}, "was saved with seed 0, but this run has 1"),
-        ({"global_batch_size": 4}, "was saved with global_batch_size 8, but this run has 4"),
-        ({"learning_rate": 0.5}, "was saved with learning_rate 0.001, but this run has 0.5"),
         ({"train_images": 42}, "was saved with train_images 43, but this run has 42"),
-        ({"micro_batches": 2}, "was saved with micro_batches 1, but this run has 2"),
-        ({"precision": "bf16"}, "was saved with precision 'fp32', but this run has 'bf16'"),
     ],
 )
 def test_the_checkpoint_of_another_run_is_refused(settings, message, saved_run, no_mnist, no_rank, capfd):
@@ -588,22 +491,6 @@ def test_checkpoints_are_not_mixed_with_those_of_a_run_from_the_start(saved_run,
     (line,) = complaints(capfd)
     assert "has checkpoints up to step-00000004; continue from there with --resume" in line
     assert listing(saved_run) == before
-
-
-def test_a_file_in_the_place_of_the_folder(no_mnist, no_rank, tmp_path, capfd):
-    (tmp_path / "file").write_text("not a folder")
-    for folder in ("file", "file/run"):
-        assert resume(tmp_path / folder, no_mnist, "--resume") == 2
-        (line,) = complaints(capfd)
-        assert f"checkpoints can't be written to {tmp_path / folder}" in line
-    assert (tmp_path / "file").read_text() == "not a folder"
-
-
-@pytest.mark.parametrize("flags", [["--resume"], ["--checkpoint-every", 2], ["--keep-last", 2]])
-def test_a_flag_that_needs_a_folder(flags, no_mnist, no_rank, capfd):
-    assert main_in_process(*arguments(SHORT | {"data_dir": no_mnist}, *flags)) == 2
-    (line,) = complaints(capfd)
-    assert "needs checkpoint_dir, the folder of the run's checkpoints" in line
 
 
 def test_damaged_shards_of_the_right_size_fail_by_name(run_folder, no_mnist, capfd):

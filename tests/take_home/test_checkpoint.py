@@ -1,17 +1,12 @@
 """take_home/checkpoint.py loses at most the steps since its last save, whatever is killed and whenever."""
 
-import os
-import random
 import re
 import shutil
-import signal
 import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from itertools import count, pairwise
 from pathlib import Path
 
+import killed_at
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +25,7 @@ from take_home_workers import (
 )
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.checkpoint import CheckpointException
-from torchrun_jobs import FRESH_STORE, START_S, Job, one_agent, torchrun_job, wait_for_new_ranks, wait_for_output
+from torchrun_jobs import one_agent, torchrun_job, wait_for_output
 
 from fsdp_helpers.ranks.launch import launch
 
@@ -38,10 +33,10 @@ SCRIPT = load_script("checkpoint.py")
 MANY = 1_000_000  # steps: a run that is ended
 
 
-def checkpoint_job(folder: Path, last_step: int, *options: str, **settings):
+def checkpoint_job(folder: Path, last_step: int, **settings):
     """The script under torchrun, on two ranks."""
     program = [FOLDER / "checkpoint.py"]
-    return torchrun_job(one_agent(2, *options), [folder / "run", last_step], folder, program=program, **settings)
+    return torchrun_job(one_agent(2), [folder / "run", last_step], folder, program=program, **settings)
 
 
 def launched(worker, *arguments, world_size: int = 2) -> str:
@@ -59,69 +54,24 @@ def steps_and_losses(output: str) -> list[tuple[int, str]]:
 # ---------------------------------------------------------------- killed during a save
 
 
-def wait_for_change(look: Callable[[], object], job: Job) -> None:
-    """Until `look` sees something, and not what it sees now.
-
-    A save takes milliseconds, so it looks often. On a busy machine it may miss one, and sees its end.
-    """
-    before = look()
-    end_s = time.monotonic() + START_S
-    while look() in (None, before):
-        assert job.process.poll() is None and time.monotonic() < end_s, job.output
-        time.sleep(0.0005)
-
-
 def newest(folder: Path) -> str | None:
     """The number of the newest checkpoint."""
     return max((path.name for path in folder.glob("[0-9]*")), default=None)
 
 
-def last_save(folder: Path) -> int | None:
-    """When something was written to an unfinished save, or removed from it; None where there is none."""
-    with suppress(FileNotFoundError):
-        return max((path.stat().st_mtime_ns for path in folder.glob("unfinished-*")), default=None)
-
-
-def kill_during_saves(folder: Path, last_step: int, kills: int) -> list[tuple[int, str]]:
-    """The steps of a run in which a rank is killed this many times, each time while the ranks save."""
-    draw = random.SystemRandom()
-    with checkpoint_job(folder, last_step, "--max-restarts", str(kills), **FRESH_STORE) as job:
-        ranks = set()
-        for _ in range(kills):
-            ranks = wait_for_new_ranks(ranks, job)
-            if draw.random() < 0.5:  # some starts complete a save, others do not
-                wait_for_change(lambda: newest(folder / "run"), job)
-            wait_for_change(lambda: (last_save(folder / "run"), newest(folder / "run")), job)
-            time.sleep(draw.uniform(0, 0.05))
-            os.kill(draw.choice(sorted(ranks)), signal.SIGKILL)
-        assert job.wait() == 0, job.output
-        done = steps_and_losses(job.output)
-    restarts = [(last, first) for (last, _), (first, _) in pairwise(done) if first != last + 1]
-    assert len(restarts) <= kills  # a kill after the commit may lose nothing
-    for last, first in restarts:
-        assert 0 < last + 1 - first <= SCRIPT.SAVE_EVERY
-    assert sorted(set(done)) == sorted(dict(done).items())  # a step taken again has the same loss, to the last digit
-    assert sorted(dict(done)) == list(range(last_step))
-    assert sorted(path.name for path in (folder / "run").iterdir()) == [".lock", f"{last_step:06}"]
-    return done
-
-
 @pytest.mark.long
-def test_a_kill_during_a_save_loses_only_the_steps_since_the_one_before(tmp_path):
-    done = kill_during_saves(tmp_path, last_step=32, kills=1)
-    undisturbed = train_alone("checkpoint.py", 32)  # in one process, which adds up in another order
-    for step, loss in done:
-        assert float(loss) == pytest.approx(undisturbed[step], abs=1e-3)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_ten_kills_during_saves(tmp_path):
-    with checkpoint_job(tmp_path, 120, name="undisturbed") as job:
-        assert job.wait() == 0, job.output
-        undisturbed = steps_and_losses(job.output)
-    (tmp_path / "run").rename(tmp_path / "undisturbed")
-    assert set(kill_during_saves(tmp_path, last_step=120, kills=10)) == set(undisturbed)  # to the last digit
+def test_kills_lose_only_the_steps_since_the_last_save(tmp_path):
+    when = "in saves of checkpoint.py"
+    killed_at.survive(lambda _, name, variables: checkpoint_job(tmp_path, 12, name=name, **variables), when, tmp_path)
+    outputs = [(tmp_path / f"job-{number}.out").read_text() for number in range(len(killed_at.SAVES[when]) + 1)]
+    starts = [steps for steps in map(steps_and_losses, outputs) if steps]
+    for killed, next_start in pairwise(starts):
+        assert killed[-1][0] + 1 - next_start[0][0] <= SCRIPT.SAVE_EVERY
+    done = {taken for steps in starts for taken in steps}
+    assert len(done) == len(dict(done)) == 12  # a step taken again has the same loss, to the last digit
+    undisturbed = train_alone("checkpoint.py", 12)  # in one process, which adds up in another order
+    assert [float(dict(done)[step]) for step in range(12)] == pytest.approx(undisturbed, abs=1e-3)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "000012"]
 
 
 def test_what_a_killed_run_was_writing_is_not_loaded_and_does_not_stay(tmp_path):
