@@ -164,12 +164,6 @@ def prepare_together(rank, world_size, folder, url, resources, files):
     return prepare_data(folder)
 
 
-def with_constants(rank, world_size, module, constants, worker, *arguments):
-    """Run `worker` with other values for the constants of a module, such as fewer steps."""
-    with patch.multiple(module, **constants):
-        return worker(rank, world_size, *arguments)
-
-
 def bytes_reduced(rank, world_size, api):
     """Bytes in which a layer of 20 parameters is reduced, with `param_dtype` bf16 and nothing said of `reduce_dtype`."""
     layer = nn.Linear(4, 4)

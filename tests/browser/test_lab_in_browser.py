@@ -99,15 +99,6 @@ class Lab:
             index,
         )
 
-    def type_into(self, index: int, text: str) -> None:
-        """Replace a cell's text by typing, and run it by Shift+Enter."""
-        self.go_to(index)
-        self.shown(f'[data-windowed-list-index="{index}"] .cm-content').click()
-        self.page.keyboard.press("Control+A")
-        self.page.keyboard.press("Delete")
-        self.page.keyboard.type(text)
-        self.page.keyboard.press("Shift+Enter")
-
     def shown(self, selector: str):
         """The first element of this kind in the notebook that is in front."""
         return self.page.locator(f".jp-NotebookPanel:not(.lm-mod-hidden) {selector}").first
@@ -401,20 +392,3 @@ def test_the_verdict_is_on_the_first_screen_and_follows_the_controls(lab, projec
     before = figure.get_attribute("src")
     lab.shown(f"{output} select").select_option("llama-70b")
     assert wait_until(lambda: figure.get_attribute("src") != before, CELL_S)
-
-
-# ---------------------------------------------------------------- an exercise
-
-
-def test_an_exercise_by_typing_wrong_and_right(lab):
-    lab.open("01_local_training.ipynb")
-    cells = lab.cells()
-    set_up = next(place for place, cell in enumerate(cells) if "as exercises" in cell["source"])
-    exercise = next(place for place, cell in enumerate(cells) if "check_parameter_count(" in cell["source"])
-    lab.run("notebook:clear-all-cell-outputs")
-    lab.run_cell(set_up)
-    lab.type_into(exercise, "exercises.check_parameter_count(204_800)")
-    shown = lab.wait_for_output(exercise, r"Not yet:\S* ")
-    assert len(shown.splitlines()) == 1 and "204,928" not in shown
-    lab.type_into(exercise, "exercises.check_parameter_count(128 * (64 * 5 * 5) + 128)")
-    assert lab.wait_for_output(exercise, r"solved\)") == "✓ Right: 204,928 parameters. (1 of 3 solved)"

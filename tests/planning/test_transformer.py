@@ -2,7 +2,7 @@
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.planning.peak import peak_of_step
-from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, stack_profile, transformer_block_bytes
+from fsdp_helpers.planning.transformer import BlockBytes, HeadBytes, stack_profile
 
 # Autograd keeps 100 bytes of a block, 8 of them its input; backward has 60 more in flight. 10 parameters each.
 BLOCK = BlockBytes(kept_bytes=100, input_bytes=8, products_bytes=40, working_bytes=60)
@@ -21,18 +21,6 @@ def test_what_is_kept_of_a_waiting_block():
     assert [BLOCK.waiting_bytes(kind) for kind in kinds] == [100, 8, 48]
 
 
-def test_a_block_hand_worked():
-    # 1 image of 2 tokens, width 4, 1 head: 24 x 4 + 3 x 1 x 2 + 4 = 106 values a token, 212 values, 848 bytes
-    block = transformer_block_bytes(images=1, tokens=2, width=4, num_heads=1)
-    assert block.kept_bytes == 848
-    assert block.input_bytes == 32  # 2 tokens x 4 values x 4 bytes
-    # values a token: q, k, v 12; scores 2; their product with v 4; output 4; hidden layer 16; last product 4
-    assert block.products_bytes == 4 * 2 * (12 + 2 + 4 + 4 + 16 + 4)
-    assert block.working_bytes == 4 * (2 * 20 + 64)
-    # without dropout 12 x 4 + 1 + 4 = 53 values a token: half of it was masks and what they made necessary
-    assert transformer_block_bytes(images=1, tokens=2, width=4, num_heads=1, dropout=False).kept_bytes == 424
-
-
 def test_a_stack_in_one_process():
     # Parameters and moments 12 x 24 = 288. In the last block nothing has a gradient yet: 2 x 100 + 60.
     assert two_blocks().num_params == 24
@@ -41,12 +29,6 @@ def test_a_stack_in_one_process():
     assert peak("units", strategy="local") == 288 + 200
     # selective: in the last block 48 + 160 = 208, still above 200
     assert peak("selective", strategy="local") == 288 + 208
-
-
-def test_a_stack_of_units():
-    # Four ranks, rows filled up to 12 and 12, the root's 4: shards 12 x 28 / 4 = 84; gathered: the root 16, b 48, the
-    # buffer for a 48, and gloo's copy, 48; two blocks kept 200. With b's 60 in flight gloo's copy is gone: 12 more.
-    assert peak("none", 4, strategy="fsdp-auto-wrap") == 84 + 16 + 48 + 48 + 260
 
 
 def test_a_head_at_the_beginning_of_backward():

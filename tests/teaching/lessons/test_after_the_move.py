@@ -50,29 +50,10 @@ def test_each_symptom_leads_to_its_own_failures():
     assert list(kinds.values()) == ["wrong", "wrong", "memory", "slow", "hang", "save", "crash"]
 
 
-ROWS = {  # a part of a DDP script's line: a part of what its row says of it
-    "`model.module`": "AttributeError",
-    "`with model.no_sync()`": "set_requires_gradient_sync(False)",
-    "`Join([model])`": "same number of batches",
-    "SyncBatchNorm": "on a CPU it raises a ValueError",
-    "`()`": "`(1,)`",
-    "`find_unused_parameters=True`, ranks differ": "wrong gradients, without an error",
-    "`broadcast_buffers=True`": "average the buffers, variances included",
-    "LambdaLR": "before the load",
-    "`torch.compile(model)`": "_orig_mod.",
-}
-
-
 def table_of_14(cell_id: str) -> list[list[str]]:
     """The rows of a table in notebook 14, without its header."""
     (cell,) = [cell for cell in read_chapter("14").cells if cell.id == cell_id]
     return [line.strip("| ").split(" | ") for line in cell.source.splitlines()[2:]]
-
-
-@pytest.mark.parametrize("old", ROWS)
-def test_each_line_of_a_ddp_script_has_its_row(old):
-    (row,) = [row for row in table_of_14("leftovers-table") if old in row[0]]
-    assert ROWS[old] in " ".join(row[1:])
 
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="said of torch 2.15")
