@@ -8,7 +8,6 @@ import tempfile
 import threading
 import time
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.checkpointing import checkpoint
 from fsdp_helpers.checkpointing.checkpoint import load, save
-from fsdp_helpers.checkpointing.folder import CheckpointError, begin
+from fsdp_helpers.checkpointing.folder import CheckpointError
 from fsdp_helpers.checkpointing.resume import Stopped, heeding_sigterm, run_checkpoints
 from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.checkpointing.training_state import save_full
@@ -38,7 +37,6 @@ from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.teaching.lessons import saving_and_resuming
-from fsdp_helpers.teaching.lessons.saving_and_resuming import trained_for_a_step
 from fsdp_helpers.training import loop as training
 from fsdp_helpers.training.worker import load_rank_data, train_worker
 
@@ -376,19 +374,6 @@ def load_ties(rank, world_size, folder):
     return found
 
 
-# ---------------------------------------------------------------- gathering
-
-
-def gather_by_torch(rank, world_size, config):
-    """True unless torch's own gathering on rank 0 returns the same tensor for both of Adam's moments."""
-    model, optimizer = trained_for_a_step(rank, world_size, config)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    _, whole = get_state_dict(model, optimizer, options=options)
-    return rank != 0 or all(
-        not torch.equal(moments["exp_avg"], moments["exp_avg_sq"]) for moments in whole["state"].values()
-    )
-
-
 # ---------------------------------------------------------------- resuming, and shards by hand
 
 
@@ -524,70 +509,3 @@ def train_with_schedule(rank, world_size, config):
         for step in range(config.max_steps)
         for loss in saving_and_resuming.train_steps(rank, world_size, config, dataset, built, first_step=step, count=1)
     ]
-
-
-class WithLateHead(nn.Module):
-    """Two heads, of which the second is used from the third step on."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(2))
-
-    def forward(self, inputs, step):
-        return sum(head(inputs).square().mean() for head in self.heads[: 1 + (step >= 2)])
-
-
-def save_shards_of(folder, model, optimizer):
-    """As in the cells of 06."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-
-
-def go_on_with_a_late_head(rank, world_size, folder, way):
-    """By how much the losses after a save and a load, in `way`, differ from those of a run that goes on.
-
-    And for how many parameters the optimizer had a state before and after: the second head has none yet.
-    """
-    save_it, load_it = {
-        "package": (checkpoint.save, checkpoint.load),
-        "lesson": (save_shards_of, saving_and_resuming.load_shards),
-    }[way]
-
-    def build(seed):
-        torch.manual_seed(seed)
-        model = WithLateHead()
-        for unit in (model.heads[0], model):
-            fully_shard(unit, mesh=init_device_mesh("cpu", (world_size,)))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def steps(model, optimizer, first, end):
-        losses = []
-        for step in range(first, end):
-            loss = model(torch.full((2, 6), 1.0 + step), step)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    model, optimizer = build(seed=0)
-    steps(model, optimizer, 0, 2)
-    save_it(folder, model, optimizer)
-    before = len(optimizer.state)
-    right = steps(model, optimizer, 2, 6)
-    model, optimizer = build(seed=1)
-    load_it(folder, model, optimizer)
-    after = len(optimizer.state)
-    found = steps(model, optimizer, 2, 6)
-    return max(abs(one - other) for one, other in zip(found, right, strict=True)), before, after
-
-
-def save_over_planted_files(rank, world_size, folder):
-    """The files of a checkpoint that was saved where a killed run, and somebody else, left files."""
-    unfinished = begin(Path(folder, "step-00000004"))
-    if rank == 0:
-        unfinished.mkdir(parents=True)
-        (unfinished / "__2_0.distcp").write_bytes(b"half")
-    dist.barrier()
-    save(Path(folder, "step-00000004"), nn.Linear(2, 2))
-    return sorted(path.name for path in Path(folder).rglob("*") if path.is_file())

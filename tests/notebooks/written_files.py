@@ -1,10 +1,5 @@
 """The modules that a chapter writes with `%%writefile`, for tests that run them."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 from chapters import FILE, body, code_cells, read_chapter
 
 
@@ -16,17 +11,3 @@ def written_files(number: str) -> dict[str, str]:
         if found := FILE.match(magic):
             files[found[1]] = (files.get(found[1], "") if " -a " in magic else "") + f"{text}\n"
     return files
-
-
-@contextmanager
-def importable(files: dict[str, str], folder: Path) -> Iterator[None]:
-    """Within the block, this process and the ranks that it launches can import the files."""
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        for name in files:
-            sys.modules.pop(name.removesuffix(".py"), None)

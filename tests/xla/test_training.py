@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,7 +69,9 @@ def test_losses_shards_and_collectives(replicas, folder, plain):
     assert len(results) == replicas
     for one in runs:
         name, tensors = one["name"], beside.tensors_by_unit(beside.build_model(one["model"]), UNITS[one["cut"]])
-        beside.check_losses({name: beside.mean_losses(results, name)}, plain[one["model"]])
+        assert beside.largest_difference(beside.mean_losses(results, name), plain[one["model"]]) < beside.TOLERANCE, (
+            name
+        )
         kept = {result[name]["parameters"] for result in results}
         assert kept == {beside.kept_values(tensors, replicas, flatten=one["flatten"])}, name
         expected = beside.expected_ops(tensors, flatten=one["flatten"], reshard=one["reshard"])
@@ -84,12 +85,11 @@ def test_losses_shards_and_collectives(replicas, folder, plain):
 
 
 @pytest.mark.xla
-def test_replicas_that_all_take_the_same_part_are_refused(folder, plain, monkeypatch):
+def test_replicas_that_all_take_the_same_part_train_something_else(folder, plain, monkeypatch):
     """The fault is in the script; everything else is as ever."""
     monkeypatch.setattr(xla, "SCRIPTS", Path(__file__).with_name("faults"))
     results = xla.run_script("same_part", folder, {"replicas": 2, "runs": [run("nested", cut="nested")]})
-    with pytest.raises(ValueError, match="nested: a loss differs from plain training by 0.*over 1e-05"):
-        beside.check_losses({"nested": beside.mean_losses(results, "nested")}, plain["simple"])
+    assert beside.largest_difference(beside.mean_losses(results, "nested"), plain["simple"]) > 100 * beside.TOLERANCE
 
 
 @pytest.mark.xla
@@ -127,7 +127,7 @@ def test_saved_resumed_and_consolidated(replicas, folder, plain):
     losses = []
     for name, half in halves.items():
         losses += beside.mean_losses(xla.run_script("train", folder, {"replicas": replicas, "runs": [half]}), name)
-    beside.check_losses({"resumed": losses}, plain["simple"])
+    assert beside.largest_difference(losses, plain["simple"]) < beside.TOLERANCE
     weights = xla.consolidate_shards(folder, f"final{replicas}")
     differences = beside.answer_differences(weights, folder, "simple", LAYERS)
     assert max(differences.values()) < 1e-6, differences
@@ -138,7 +138,7 @@ def test_saved_resumed_and_consolidated(replicas, folder, plain):
 def test_spmd_is_the_same_training(folder, plain):
     result = xla.run_script("spmd", folder, {"replicas": 4, "model": "simple"})
     assert (result["devices"], result["processes"]) == (4, 1)
-    beside.check_losses({"FSDPv2": result["losses"]}, plain["simple"])
+    assert beside.largest_difference(result["losses"], plain["simple"]) < beside.TOLERANCE
     assert result["ops"].get("all-gather", 0) > 0
     assert all("devices=[" in cut for _, cut in result["cut"].values())
 
@@ -149,7 +149,7 @@ def test_spmd_is_the_same_training(folder, plain):
 @pytest.mark.parametrize("time", range(10))
 def test_ten_times_without_a_failure(time, replicas, folder, plain):
     results = xla.run_script("train", folder, {"replicas": replicas, "runs": [run("nested", cut="nested")]})
-    beside.check_losses({"nested": beside.mean_losses(results, "nested")}, plain["simple"])
+    assert beside.largest_difference(beside.mean_losses(results, "nested"), plain["simple"]) < beside.TOLERANCE
 
 
 @pytest.mark.xla
@@ -186,15 +186,6 @@ def test_tensors_belong_to_their_unit():
     model = beside.build_model("simple")
     # conv 1 -> 32, conv 32 -> 64, both 3 x 3; a linear layer 3136 -> 10
     assert beside.tensors_by_unit(model, LAYERS[1:]) == [[288, 32], [18432, 64], [31360, 10]]
-
-
-def test_other_losses_are_refused():
-    assert "1 runs; largest difference" in beside.check_losses({"a": [1.0, 0.5]}, [1.0, 0.500001])
-    for wrong in ([1.0, 0.51], [1.0, math.nan], [math.nan, 0.5]):
-        with pytest.raises(ValueError, match="a: a loss differs from plain training"):
-            beside.check_losses({"a": wrong}, [1.0, 0.5])
-    with pytest.raises(ValueError):
-        beside.check_losses({"a": [1.0]}, [1.0, 0.5])  # a step is missing
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from fsdp_helpers.measuring.collectives import count_collectives, trace_collecti
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import rank_device, sum_over_ranks
 from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.records import largest_difference
+from fsdp_helpers.records import largest_difference as largest_difference  # for notebook 12
 from fsdp_helpers.teaching.lessons.xla_inputs import read_batches, start_model, start_optimizer
 
 TOLERANCE = 1e-5  # for losses over about twenty steps, with sums in a different order
@@ -141,14 +141,3 @@ def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, res
 def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
     """Return a run's losses over the global batch: the mean of its replicas' losses (batch sizes are equal)."""
     return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
-
-
-def check_losses(runs: Mapping[str, Sequence[float]], plain: Sequence[float]) -> str:
-    """Compare the losses of all `runs` with those in `plain`. Raises ValueError if a difference is above TOLERANCE."""
-    differences = {name: largest_difference(losses, plain) for name, losses in runs.items()}
-    worst = list(differences)[np.argmax(list(differences.values()))]
-    if not differences[worst] <= TOLERANCE:
-        raise ValueError(
-            f"{worst}: a loss differs from plain training by {differences[worst]:.2g}, more than {TOLERANCE:g}"
-        )
-    return f"{len(runs)} runs; largest difference from plain training {differences[worst]:.1e}, in {worst}"
