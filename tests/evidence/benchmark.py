@@ -1,30 +1,26 @@
-"""Is this project fast enough? `python tests/evidence/benchmark.py` measures the loop; `fsdp` and `checkpoint` measure the rest.
+"""Is this project fast enough? `python tests/evidence/benchmark.py` measures the loop and the ranks; `fsdp` sharding.
 
 `ground`: training ShallowNet and reading the data alone, each against what people write first, and `ranks`: a cell on
-live ranks, the time until they are up, and a launch of two workers that do nothing, against `mp.spawn`. `fsdp`: a step of DeepNet on two CPU ranks, FSDP against DDP and auto-wrap against one unit, for
-both APIs. What a step moves does not depend on the batch, so these ratios fall as it grows (`--batch-size`).
-`checkpoint`: saving DeepNet with its optimizer (1.13 GB) in shards, against `torch.save` by one process, and
-consolidating it, against reading and writing as many bytes. All ratios are of medians over interleaved rounds, so that
-a busy machine slows both sides alike.
+live ranks, the time until they are up, and a launch of two workers that do nothing, against `mp.spawn`. `fsdp`: a step
+of DeepNet on two CPU ranks, FSDP against DDP and auto-wrap against one unit, for both APIs. What a step moves does not
+depend on the batch, so these ratios fall as it grows (`--batch-size`). All ratios are of medians over interleaved
+rounds, so that a busy machine slows both sides alike.
 Exits 1 if a target is missed. Not a test: run it on a machine that does nothing else.
 """
 
 import argparse
 import itertools
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
 import torch.nn.functional as F
 from idle_worker import return_rank
@@ -33,18 +29,11 @@ from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 from fsdp_helpers import Ranks
-from fsdp_helpers.checkpointing.checkpoint import save
-from fsdp_helpers.checkpointing.consolidate import consolidate
-from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.data.images import load_data, rank_batches
 from fsdp_helpers.data.source import find_data_dir, prepare_data
-from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.quantities import MB
-from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.sharding.strategies import APPLY_STRATEGY
 from fsdp_helpers.training.loop import train_one_epoch
 from fsdp_helpers.training.watch import STEADY_STEP
 from fsdp_helpers.training.worker import train_worker
@@ -53,7 +42,6 @@ BATCH_SIZE = 64
 TARGETS = {"training": 1.3, "reading": 5.0}  # this many times as fast, or more
 MP_SPAWN_OVER_LAUNCH, MOST_CELL_S, MOST_UP_S, NUM_CELLS = 20.0, 0.03, 1.0, 50
 MOST_OVER_DDP, MOST_OVER_ONE_UNIT = 1.3, 1.15  # this many times the step time, or less
-MOST_OVER_COPYING = 2.5  # consolidating looks at checksums too
 SHARDED = [("fsdp", "fsdp1"), ("fsdp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")]
 
 
@@ -178,15 +166,13 @@ def interleaved(ours, plain, rounds: int) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("section", nargs="?", choices=("ground", "ranks", "fsdp", "checkpoint"), default="ground")
-    parser.add_argument("--rounds", type=int, help="default: ground 5, fsdp 2, checkpoint 3")
+    parser.add_argument("section", nargs="?", choices=("ground", "ranks", "fsdp"), default="ground")
+    parser.add_argument("--rounds", type=int, help="default: ground 5, fsdp 2")
     parser.add_argument("--steps", type=int, help="steps of each measurement (default: 60, with fsdp 10)")
     parser.add_argument("--batch-size", type=int, default=1024, help="with fsdp: images a step (default: %(default)s)")
     options = parser.parse_args()
     if options.section == "fsdp":
         return fsdp_section(options.rounds or 2, options.steps or 10, options.batch_size)
-    if options.section == "checkpoint":
-        return checkpoint_section(options.rounds or 3)
     if options.section == "ranks":
         return in_a_python_of_its_own(options.rounds or 5)
     return ground_section(options.rounds or 5, options.steps or 60)
@@ -299,104 +285,6 @@ def steady_step_seconds(strategy: str, api: str, steps: int, batch_size: int) ->
     )
     record = launch(train_worker, config, world_size=2, device="cpu", progress=False)[0]
     return record.step_seconds[STEADY_STEP:]
-
-
-# ---------------------------------------------------------------- saving
-
-
-def save_plain(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One process, one file, as everybody does it; the bytes may still be on their way to the disk."""
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-
-
-def save_plain_to_disk(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The same, and seen safely on the disk, as a sharded checkpoint is."""
-    save_plain(path, model, optimizer)
-    sync_file(path)
-
-
-def sync_file(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-SAVERS = {
-    "torch.save": (save_plain, "local", "fsdp2"),
-    "torch.save, on the disk": (save_plain_to_disk, "local", "fsdp2"),
-    "gathered, FSDP2": (save_full, "fsdp", "fsdp2"),
-    "sharded, FSDP2": (save, "fsdp", "fsdp2"),
-    "sharded, FSDP2 auto-wrap": (save, "fsdp-auto-wrap", "fsdp2"),
-    "sharded, FSDP1 auto-wrap": (save, "fsdp-auto-wrap", "fsdp1"),
-    "sharded, DDP": (save, "ddp", "fsdp2"),
-}
-
-
-def saving(rank: int, world_size: int, name: str, folder: str) -> tuple[float, int]:
-    """Seconds of a save, and the most bytes that another one allocated on this rank meanwhile."""
-    save_it, strategy, api = SAVERS[name]
-    model = APPLY_STRATEGY[strategy](build_model("deep"), rank_device(), TrainConfig(strategy=strategy, api=api))
-    optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    with trace_memory() as trace:
-        save_it(f"{folder}/first", model, optimizer)
-    dist.barrier()
-    start_s = time.perf_counter()
-    save_it(f"{folder}/second", model, optimizer)
-    dist.barrier()
-    return time.perf_counter() - start_s, trace.whole().curve.peak_bytes
-
-
-def checkpoint_section(rounds: int) -> int:
-    seconds, extra_bytes = {name: [] for name in SAVERS}, {}
-    for _ in range(rounds):
-        for name, (_, strategy, _) in SAVERS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                num_ranks = 1 if strategy == "local" else 2
-                found = launch(saving, name, folder, world_size=num_ranks, device="cpu", progress=False)
-            seconds[name].append(max(time_s for time_s, _ in found))
-            extra_bytes[name] = max(size for _, size in found)
-    median_s = {name: statistics.median(times_s) for name, times_s in seconds.items()}
-    plain_s, full_bytes = median_s["torch.save, on the disk"], extra_bytes["gathered, FSDP2"]
-
-    print(f"torch {torch.__version__}, {_num_cores()} cores, DeepNet with Adam's moments, median of {rounds} rounds\n")
-    print(f"{'':26} {'seconds':>8} {'of torch.save, on the disk':>28} {'allocated meanwhile':>22} {'of gathered':>12}")
-    missed = 0
-    for name, time_s in median_s.items():
-        ratios = time_s / plain_s, extra_bytes[name] / full_bytes
-        is_missed = name.startswith("sharded, FSDP2") and (ratios[0] > 1 or ratios[1] >= 0.5)
-        missed += is_missed
-        size = f"{extra_bytes[name] / MB:,.0f} MB"
-        print(f"{name:26} {time_s:8.2f} {ratios[0]:28.2f} {size:>22} {ratios[1]:12.3f}{'  MISSED' * is_missed}")
-    return 1 if consolidating(rounds) > MOST_OVER_COPYING or missed else 0
-
-
-def consolidating(rounds: int) -> float:
-    """Times of turning a checkpoint of two ranks into one file, over those of reading and writing as many bytes."""
-    ours_s, plain_s = [], []
-    config = TrainConfig(model="deep", strategy="fsdp", max_steps=1, global_batch_size=2, test_images=1)
-    with tempfile.TemporaryDirectory() as folder:
-        prepare_data()
-        launch(train_worker, replace(config, checkpoint_dir=folder), world_size=2, device="cpu", progress=False)
-        for _ in range(rounds + 1):  # the first round warms the file cache for both
-            start_s = time.perf_counter()
-            consolidate(folder, f"{folder}/model.safetensors")
-            ours_s.append(time.perf_counter() - start_s)
-            start_s = time.perf_counter()
-            with open(f"{folder}/model.safetensors", "rb") as source, open(f"{folder}/copy", "wb") as copy:
-                shutil.copyfileobj(source, copy, length=2**20)
-            sync_file(f"{folder}/copy")
-            plain_s.append(time.perf_counter() - start_s)
-            size_mb = os.path.getsize(f"{folder}/copy") / MB
-            for name in ("copy", "model.safetensors"):  # removing them takes time too, and belongs to neither
-                os.unlink(f"{folder}/{name}")
-    ours, plain = statistics.median(ours_s[1:]), statistics.median(plain_s[1:])
-    print(
-        f"\nconsolidating {size_mb:.0f} MB: {ours:.2f} s, reading and writing as much: {plain:.2f} s, ratio {ours / plain:.2f}"
-    )
-    return ours / plain
 
 
 if __name__ == "__main__":

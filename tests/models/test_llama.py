@@ -171,7 +171,6 @@ def test_a_shape_survives_its_config(shape):
     [
         ({"model_type": "qwen3"}, "model_type 'qwen3'"),
         ({"attention_bias": True}, "attention_bias True"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 also needs low_freq_factor"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),

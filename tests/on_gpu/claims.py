@@ -255,27 +255,13 @@ def summarize(events: list[tuple[str, int, int, int]]) -> dict:
     to_device = [event for event in events if "HtoD" in event[0]]
     compute = [event for event in by_stream.get(main, []) if not event[0].startswith("Mem")]  # no copies
     return {
-        "streams": {
-            str(stream): {
-                "events": len(found),
-                "busy_us": busy[stream] / 1e3,
-                "longest": longest_names(found),
-            }
-            for stream, found in by_stream.items()
-        },
+        "streams": sorted(by_stream),
         "beside_us": busy_ns(beside) / 1e3,
         "overlap_us": overlap_ns(beside, compute) / 1e3,
         "to_device_us": busy_ns(to_device) / 1e3,
         "to_device_overlap_us": overlap_ns([one for one in to_device if one[1] != main], compute) / 1e3,
         "copies_from": sorted({name for name, *_ in to_device}),
     }
-
-
-def longest_names(events: list) -> list:
-    total: dict[str, int] = {}
-    for name, _, start, end in events:
-        total[name[:70]] = total.get(name[:70], 0) + end - start
-    return sorted(([round(time / 1e3, 1), name] for name, time in total.items()), reverse=True)[:5]
 
 
 def merged(events: list) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ def stream(**changes) -> dict:
     block_bytes = claims.NUM_BLOCKS * claims.BLOCK_BYTES
     copied = {"to_device_bytes": 2 * block_bytes, "to_host_bytes": block_bytes, "pinned": 16, "shards": 16}
     times = {"overlap_us": 50.0, "beside_us": 90.0, "to_device_us": 80.0, "to_device_overlap_us": 0.0}
-    return {"streams": {"7": {}, "8": {}}} | copied | times | changes
+    return {"streams": [7, 8]} | copied | times | changes
 
 
 def script_run(steps, status: int = 0, shift: float = 0.0) -> dict:
@@ -197,7 +197,7 @@ def test_overlap_counts_each_moment_once():
     assert claims.overlap_ns(copies, compute) == 50 + 50
     found = claims.summarize(compute + copies)
     assert (found["beside_us"], found["overlap_us"], found["to_device_overlap_us"]) == (0.2, 0.1, 0.1)
-    assert found["copies_from"] == ["Memcpy HtoD (Pinned -> Device)"] and set(found["streams"]) == {"7", "8", "9"}
+    assert found["copies_from"] == ["Memcpy HtoD (Pinned -> Device)"] and found["streams"] == [7, 8, 9]
     assert claims.summarize([])["beside_us"] == 0
 
 

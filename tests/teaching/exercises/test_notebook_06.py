@@ -4,7 +4,7 @@ import math
 
 import pytest
 from builds import BuildTests
-from small_exercises import FunctionTests, refused, table
+from small_exercises import FunctionTests, table
 
 from fsdp_helpers.teaching.exercises import notebook_06
 
@@ -74,17 +74,6 @@ class TestRanksToRead(FunctionTests):
     far_off = staticmethod(lambda *case: [1])
     right_says = "[0]"
 
-    @pytest.mark.parametrize(
-        "answer, message",
-        [
-            (last_rank_too_far, "of 12 rows written by 4 ranks and read by 4, rank 0 keeps rows 0 to 2"),
-            (the_hint_as_code, "of 3 rows written by 2 ranks and read by 4, rank 3 keeps no rows"),
-            (ranks_without_rows, "of 5 rows written by 4 ranks and read by 4, rank 3 keeps no rows"),
-        ],
-    )
-    def test_off_by_ones_are_found_where_ranks_stay_the_same(self, answer, message):
-        assert message in refused(self.checker, answer)
-
 
 class TestSavingInterval(FunctionTests):
     checker = staticmethod(notebook_06.check_saving_interval)
@@ -104,13 +93,6 @@ class TestSavingInterval(FunctionTests):
     ]
     far_off = staticmethod(lambda *times: 5)
     right_says = "1,314.5"
-
-    def test_an_interval_as_good_as_the_best_is_accepted(self):
-        """10 s and a day: 1,314.5 s lose the least, and 1,315.2 s as little."""
-        chosen = {(10.0, 86_400.0): 1_315.2}
-        assert self.checker(
-            lambda save_s, between_s: chosen.get((save_s, between_s), (2 * save_s * between_s) ** 0.5)
-        ).startswith("Right")
 
 
 # ---------------------------------------------------------------- the build

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from builds import BuildTestsOnRanks
+from small_exercises import refused
 
 from fsdp_helpers.teaching.exercises import notebook_08
 from fsdp_helpers.teaching.exercises.answers import NotYet
@@ -43,10 +44,8 @@ def test_an_error_is_told_with_the_shape_it_was_called_with():
     assert "called with ()" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        None,
+WRONG = {
+    notebook_08.check_vit_parameters: [
         lambda **shape: ...,
         lambda **shape: 204_938,  # of the first shape alone
         lambda **shape: vit_parameters(**shape) - shape["width"],  # a bias less
@@ -54,18 +53,8 @@ def test_an_error_is_told_with_the_shape_it_was_called_with():
         lambda **shape: vit_parameters(**shape | {"mlp_width": 4 * shape["width"]}),
         lambda **shape: str(vit_parameters(**shape)),
     ],
-)
-def test_wrong_counts(answer):
-    with pytest.raises(NotYet) as refused:
-        notebook_08.check_vit_parameters(answer)
-    assert len(str(refused.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
+    notebook_08.check_fewest_ranks: [
         None,
-        lambda layers, device_bytes: ...,
         lambda layers, device_bytes: math.ceil(4 * sum(layers) / device_bytes),  # the shards alone
         lambda layers, device_bytes: fewest_ranks(layers, device_bytes) or 10**6,  # where no number does
         lambda layers, device_bytes: (fewest_ranks(layers, device_bytes) or 0) + 1,
@@ -74,11 +63,12 @@ def test_wrong_counts(answer):
         lambda layers, device_bytes: None,
         lambda layers, device_bytes: 1.5,
     ],
-)
-def test_wrong_numbers_of_ranks(answer):
-    with pytest.raises(NotYet) as refused:
-        notebook_08.check_fewest_ranks(answer)
-    assert len(str(refused.value).splitlines()) == 1
+}
+
+
+@pytest.mark.parametrize("checker, answer", [(checker, answer) for checker in WRONG for answer in WRONG[checker]])
+def test_wrong_answers_are_refused_in_one_line(checker, answer):
+    refused(checker, answer)
 
 
 # ---------------------------------------------------------------- the build

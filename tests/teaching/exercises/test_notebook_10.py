@@ -7,7 +7,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import yaml
 from leftovers import PROJECT
 from torch.distributed.run import get_args_parser
 
@@ -108,19 +107,6 @@ def test_the_script_to_submit_ties_its_seconds_and_hands_on_its_cores(tmp_path):
         ["bash", tmp_path / "train.sbatch"], env=variables, capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == ("240 12\n", "")
-
-
-def test_the_kubernetes_job_reads_as_its_kinds():
-    """No cluster has tried it: at least it is well-formed, gives a save its time, and runs the script."""
-    text = (PROJECT / "notebooks" / "cluster" / "trainjob.yaml").read_text()
-    runtime, job = yaml.safe_load_all(text)
-    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob") and "haven't run this" in text
-    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    env = {pair["name"]: pair["value"] for pair in pod["containers"][0]["env"]}
-    assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == str(pod["terminationGracePeriodSeconds"])
-    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert "checkpoint.py /shared/run" in job["spec"]["trainer"]["args"][0]
 
 
 WAITING = "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done\n"

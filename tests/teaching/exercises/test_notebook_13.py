@@ -1,6 +1,5 @@
 """The build exercises of notebook 13."""
 
-import pytest
 import torch
 from builds import BuildTestsOnRanks
 from pretrained import kept_shape
@@ -123,18 +122,3 @@ def test_adapters_of_the_kept_model_are_small_and_start_with_no_change():
             if name.endswith(notebook_13.ADAPTERS):
                 parameter.normal_() if name.endswith("lora_a") else parameter.zero_()
     assert torch.equal(model(numbers), right)
-
-
-def test_a_second_adapter_freezes_the_first_and_adds_to_it():
-    model = notebook_13.add_adapters(notebook_13.add_adapters(Llama(kept_shape()), 2), 3, ("second_a", "second_b"))
-    assert {name.rpartition(".")[2] for name, one in model.named_parameters() if one.requires_grad} == {
-        "second_a",
-        "second_b",
-    }
-    layer = model.model.layers[0].self_attn.q_proj
-    with torch.no_grad():
-        for name in (*notebook_13.ADAPTERS, "second_a", "second_b"):
-            getattr(layer, name).fill_(0.1)
-        inputs = torch.randn(1, layer.in_features)
-        added = layer(inputs) - torch.nn.functional.linear(inputs, layer.weight)
-    assert added[0, 0].item() == pytest.approx(2.0 * 0.01 * 5 * inputs.sum().item(), rel=1e-3)  # ranks 2 and 3
