@@ -234,11 +234,6 @@ def test_a_command_to_paste_has_the_precision_of_its_plan(capsys):
     assert f", in {planned(*pasted[1:]).settings.precision}, on" in said(capsys, *pasted).splitlines()[0]
 
 
-def test_one_of_anything_is_no_plural(capsys):
-    text = said(capsys, *"plan --model vit-b16 --world-size 1 --device h100 --strategy local --images 1".split())
-    assert "on 1 rank, 1 image each" in text and "A step has 1 rank x 1 image = 1 image." in text
-
-
 @pytest.mark.parametrize("model, batch", [("vit-b16", 8), ("llama-8b", 8192)])
 def test_what_is_not_said(model, batch):
     plan = planned("--model", model, "--world-size", "4", "--device-memory-gb", "80")
@@ -289,56 +284,33 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
     "changes, message",
     [
         ({"world_size": "0"}, "world_size is 0; it must be a whole number"),
-        ({"world_size": "3.5"}, "--world-size: invalid int value: '3.5'"),
         ({"world_size": "many"}, "--world-size: invalid int value"),
         ({"bandwidth_gb_s": "-1"}, "bandwidth_bytes_per_s is -1000000000.0; it must be a number above zero"),
-        ({"bandwidth_gb_s": "inf"}, "bandwidth_bytes_per_s is inf"),
         ({"model": "vit-11b"}, "--model: invalid choice: 'vit-11b'"),
-        ({"device_memory_gb": "nan"}, "device_memory_bytes is nan"),
-        ({"device_memory_gb": "inf"}, "device_memory_bytes is inf"),
         ({"device_memory_gb": "0"}, "device_memory_bytes is 0.0"),
-        ({"tflops": "0"}, "flops_per_s is 0.0"),
         ({"allowance_gb": "-4"}, "allowance_bytes is -4000000000.0; it must be a number, zero or more"),
-        ({"images": "0"}, "batch is 0"),
         ({"tokens": "8"}, "--tokens: a batch of vit-10b is counted in images; use --images"),
         ({"strategy": "local"}, "strategy 'local' trains in one process"),
         ({"device": "t4", "precision": "bf16"}, "T4 doesn't support bf16"),
-        ({"device": "h1000"}, "--device: invalid choice: 'h1000'"),
         ({"world_size": "10000000000"}, "the planner supports at most 1,048,576 ranks"),
         ({"context": "8"}, "--context is only for language models"),
-        ({"loss_chunks": "0"}, "loss_chunks is 0"),
-        ({"micro_batches": "0"}, "micro_batches is 0"),
-        ({"optimizer": "lion"}, "--optimizer: invalid choice: 'lion'"),
-        ({"ranks_per_node": "0"}, "ranks_per_node is 0"),
-        ({"within_gb_s": "-1"}, "within_bytes_per_s is -1000000000.0"),
         ({"latency_us": "-1"}, "between_latency_s is "),
-        ({"host_gb_s": "0"}, "host_bytes_per_s is 0.0"),
-        ({"host_memory_gb": "0"}, "host_memory_bytes is 0.0"),
         ({"total": "-1"}, "--total is -1.0"),
         ({"hours_between_failures": "0"}, "--hours-between-failures is 0.0"),
-        ({"storage_gb_s": "nan"}, "--storage-gb-s is nan"),
-        ({"restart_minutes": "-1"}, "--restart-minutes is -1.0"),
         ({"goodput": "0.5"}, "give --total as well"),
         ({"goodput": "1.5", "total": "10"}, "--goodput is 1.5; it's a share"),
         ({"days": "30"}, "--days needs a sweep to find the fewest GPUs"),
         ({"global_batch": "1500"}, "use a multiple of that"),
-        ({"global_batch": "0"}, "global_batch is 0"),
         ({"global_batch": "1024", "micro_batches": "2"}, "leave out --micro-batches"),
-        ({"lora_rank": "8"}, "--lora-rank is only for language models"),
         ({"api": "fsdp1"}, "the planner covers FSDP2 (fully_shard), and api is 'fsdp1'"),
         ({"lora_rank": "0", "model": "llama-8b"}, "lora_rank is 0"),
         ({"device": "v100", "precision": "pure-bf16"}, "doesn't support bf16; use --precision fp16"),
-        ({"activation_checkpointing": "some"}, "--activation-checkpointing: invalid choice"),
-        ({"replicas": "0"}, "replicas is 0"),
         ({"loss_chunks": "4"}, "--loss-chunks is only for language models"),
         ({"strategy": "ddp", "sharding": "grad-op"}, "sharding and backward_prefetch are FSDP settings"),
         ({"tokens": "100", "model": "llama-8b"}, "isn't a multiple of the sequence length"),
         ({"context": "0", "model": "llama-8b"}, "context is 0"),
-        ({"world_size": "-8"}, "world_size is -8"),
-        ({"precision": "fp8"}, "--precision: invalid choice: 'fp8'"),
         ({"total": "10"}, "GPU-hours need a rate; name a --device, or give --tflops"),
         ({"sharding": "hybrid", "replicas": "3"}, "use a multiple of 3"),
-        ({"sharding": "none"}, "--sharding: invalid choice: 'none'"),
         ({"json": "no-such-folder/plan.json"}, "the folder no-such-folder doesn't exist"),
     ],
 )
@@ -351,12 +323,6 @@ def test_nonsense_gets_one_line_and_status_2(changes, message, capsys):
     assert status == 2
     assert message in said.err and len(said.err.splitlines()) == 1
     assert said.out == ""
-
-
-def test_a_missing_argument():
-    with pytest.raises(SystemExit) as left:
-        main(["plan", "--model", "vit-10b"])
-    assert left.value.code == 2
 
 
 # ---------------------------------------------------------------- models by file
@@ -428,19 +394,6 @@ def test_files_that_are_no_such_model(text, message, tmp_path, capsys):
     if text is not None:
         path.write_text(text)
     assert main(["plan", "--config", str(path), "--world-size", "8", "--device-memory-gb", "80"]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and len(said.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--tokens", "4096"], "a batch of 4,096 tokens isn't a multiple of the sequence length, 8,192"),
-        (["--context", "0"], "context is 0"),
-    ],
-)
-def test_batches_that_cannot_be(arguments, message, three_b, capsys):
-    assert main(["plan", *three_b, *arguments, "--world-size", "8", "--device-memory-gb", "80"]) == 2
     said = capsys.readouterr()
     assert message in said.err and len(said.err.splitlines()) == 1
 
