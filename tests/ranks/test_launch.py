@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from types import SimpleNamespace
 
 import launch_workers as workers
 import pytest
-import torch
 from programs import is_running, running_python, wait_until
 
 from fsdp_helpers.ranks.errors import Answer, Failure
@@ -45,10 +43,6 @@ def test_results_in_rank_order(ranks):
 def test_ranks_talk(ranks):
     assert [rank["sum"] for rank in ranks] == [6.0] * 3  # 1 + 2 + 3 on every rank
     assert {rank["backend"] for rank in ranks} == {"gloo"}
-
-
-def test_one_rank_is_a_group_too():
-    assert launch(workers.all_reduce_rank, world_size=1, device="cpu") == [1.0]
 
 
 def test_every_rank_is_a_process_that_ends(ranks):
@@ -192,16 +186,6 @@ def nothing_starts(monkeypatch):
     monkeypatch.setattr("fsdp_helpers.ranks.launch.Processes", refuse)
 
 
-def test_a_worker_that_cannot_be_imported(nothing_starts):
-    with pytest.raises(ValueError, match="is a lambda or is defined inside another function"):
-        launch(lambda rank, world_size: rank, world_size=2)
-
-
-def test_an_argument_that_cannot_travel(nothing_starts):
-    with pytest.raises(ValueError, match="argument 'bad_rank' of 'raise_on' is of type _thread.lock"):
-        launch(workers.raise_on, threading.Lock(), world_size=2)
-
-
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, "2", True])
 def test_numbers_of_ranks_that_cannot_be(world_size, nothing_starts):
     with pytest.raises(ValueError, match=f"world_size is {world_size!r}; it must be a whole number, 1 or more"):
@@ -212,13 +196,6 @@ def test_numbers_of_ranks_that_cannot_be(world_size, nothing_starts):
 def test_times_that_cannot_be(timeout_s, nothing_starts):
     with pytest.raises(ValueError, match=f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0"):
         launch(workers.return_rank, world_size=1, timeout_s=timeout_s)
-
-
-def test_more_ranks_than_cuda_devices():
-    found = torch.cuda.device_count()
-    wanted = found + 1
-    with pytest.raises(ValueError, match=f"{wanted} ranks need {wanted} CUDA devices, but this machine has {found}"):
-        launch(workers.return_rank, world_size=wanted, device="cuda")
 
 
 def test_unknown_device():
@@ -318,30 +295,6 @@ def test_interrupted_while_starting_interrupted_while_running_and_killed(tmp_pat
         assert wait_until(lambda: not any(is_running(pid) for pid in pids))
         assert wait_until(lambda: launch_folders(tmp_path) == [])
         assert errors == ""
-
-
-# ---------------------------------------------------------------- side by side
-
-
-@pytest.mark.long
-def test_two_notebooks_launching_in_a_loop_never_collide():
-    code = """
-        from fsdp_helpers.ranks.launch import launch
-        from launch_workers import all_reduce_rank
-        print([launch(all_reduce_rank, world_size=2, device="cpu") for _ in range(10)])
-    """
-    with running_python(code) as one, running_python(code) as other:
-        outputs = [process.communicate(timeout=240) for process in (one, other)]
-    # 1 + 2 = 3 on both ranks, ten times, in both
-    assert [output for output, _ in outputs] == [f"{[[3.0, 3.0]] * 10}\n"] * 2, outputs
-
-
-def test_a_launch_leaves_no_folder():
-    before = set(os.listdir(tempfile.gettempdir()))
-    launch(workers.return_rank, world_size=1, device="cpu")
-    with pytest.raises(RankError):
-        launch(workers.leave_at_once, 1, world_size=1, device="cpu")
-    assert set(os.listdir(tempfile.gettempdir())) == before
 
 
 # ---------------------------------------------------------------- the environment

@@ -1,12 +1,6 @@
 """Where a rank hangs: the reader's line, wherever the libraries are installed."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-from programs import wait_until
 
 from fsdp_helpers.ranks import stacks
 
@@ -54,40 +48,3 @@ def test_a_place_is_a_line_of_the_readers_if_there_is_one(frames, place):
 
 def test_a_rank_that_has_written_nothing_is_still_starting():
     assert stacks.describe("") == "was still starting" and not stacks.is_in_collective("")
-
-
-ALONE = """
-import site, sys
-
-site.addsitedir(sys.argv[1])
-sys.path.insert(0, sys.path.pop())  # what the .pth file names comes first
-import torch.distributed as dist
-from fsdp_helpers.ranks import stacks
-
-stacks.write_on_request(sys.argv[1], rank=0)
-print(dist.__file__, flush=True)
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meeting", rank=0, world_size=2)
-"""
-
-
-def test_torch_that_a_pth_file_leads_to(tmp_path):
-    """As in an environment that is built on another one's packages: a rank that waits for one that never comes."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "torch").symlink_to(Path(torch.__file__).parent)
-    (tmp_path / "base.pth").write_text(f"{tmp_path / 'elsewhere'}\n")
-    (tmp_path / "alone.py").write_text(ALONE)
-    command = [sys.executable, tmp_path / "alone.py", tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
-        try:
-            assert rank.stdout.readline().startswith(str(tmp_path / "elsewhere"))
-            place = f"was waiting in init_process_group(), called from alone.py line {len(ALONE.splitlines())}"
-            found = []
-            assert wait_until(
-                lambda: found.append(stacks.describe(ask_one(rank.pid, tmp_path))) or found[-1] == place, timeout_s=60
-            ), found[-1]
-        finally:
-            rank.kill()
-
-
-def ask_one(pid: int, folder: Path) -> str:
-    return stacks.ask(str(folder), {0: pid}).get(0, "")

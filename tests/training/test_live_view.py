@@ -47,11 +47,6 @@ def watched() -> LiveView:
     return view
 
 
-def test_from_the_start_on_one_line_is_there(outputs):
-    LiveView().start("shallow, ddp, 2 ranks on cpu")
-    assert outputs == [({"text/plain": "shallow, ddp, 2 ranks on cpu: starting"}, None)]
-
-
 def test_a_line_for_each_rank_and_a_curve_of_the_first(outputs):
     watched().close()
     (lines, _), (curve, metadata) = outputs

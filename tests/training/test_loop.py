@@ -79,14 +79,6 @@ def test_evaluate_leaves_no_gradient():
     assert model.weight.grad is None
 
 
-def test_cross_entropy_of_log_probabilities_is_their_nll():
-    # ShallowNet returns log-probabilities, SimpleCNN logits; one loss serves both.
-    logits, labels = torch.randn(5, 10), torch.arange(5)
-    log_probabilities = F.log_softmax(logits, dim=1)
-    assert torch.allclose(F.cross_entropy(log_probabilities, labels), F.nll_loss(log_probabilities, labels))
-    assert torch.allclose(F.cross_entropy(log_probabilities, labels), F.cross_entropy(logits, labels))
-
-
 def test_evaluation_calls_layers_one_by_one():
     """A transformer layer's fast path would read weights that FSDP1 has not gathered."""
     model, seen = one_weight(), []

@@ -1,8 +1,6 @@
 """The same worker under torchrun, with one agent and with two; and what happens when something in it dies."""
 
-import json
 import os
-import random
 import re
 import signal
 import socket
@@ -13,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from faked_hosts import CHOICES
 from programs import has_ended, wait_until
-from runs import check_json, main_in_process
+from runs import main_in_process
 from torch.distributed import HashStore
 from torchrun_jobs import (
     FRESH_STORE,
@@ -59,26 +57,6 @@ def undisturbed(tmp_path_factory):
     return run
 
 
-# ---------------------------------------------------------------- who started it does not matter
-
-
-@pytest.mark.long  # 10 asserts the same of its own runs
-def test_two_agents_and_launch_learn_the_very_same(undisturbed, tmp_path):
-    """Six steps, to the last bit: each rank has as many threads as any other, half of this host's cores."""
-    arguments = [*SHARDED, "--max-steps", 6, "--json", tmp_path / "two.json"]
-    options = agents("2", free_port())
-    with (
-        torchrun_job(options, arguments, tmp_path, name="first") as first,
-        torchrun_job(options, arguments, tmp_path, name="second") as second,
-    ):
-        assert [first.wait(), second.wait()] == [0, 0], first.output + second.output
-    output = first.output + second.output
-    assert output.count("epoch 1:") == output.count("Data: ") == 1  # only rank 0 prints
-    found = json.loads((tmp_path / "two.json").read_text())
-    check_json(found)
-    assert found["step_losses"] == undisturbed(6) and found["world_size"] == len(found["ranks"]) == 2
-
-
 # ---------------------------------------------------------------- asked to end, killed, stopped
 
 
@@ -101,26 +79,6 @@ def test_after_a_kill_all_ranks_restart_and_sigterm_ends_in_a_checkpoint(undistu
     resumed = [*arguments, "--max-steps", step + 3, "--world-size", 2, "--json", tmp_path / "next.json"]
     assert main_in_process("train", "--device", "cpu", "--data-dir", tmp_path / "no-mnist", *resumed) == 0
     assert read_losses(tmp_path / "next.json") == (step, undisturbed(step + 3)[step:])
-
-
-def kill_a_rank(tmp_path, rank: int, after_step: int) -> tuple[int, list[float]]:
-    """Forty steps with a kill -9 among them: the first step after the restart, and the losses from there on."""
-    tmp_path.mkdir(exist_ok=True)
-    saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2, "--resume"]
-    arguments = [*SHARDED, "--max-steps", 40, *saving, "--json", tmp_path / "run.json"]
-    with torchrun_job(one_agent(2, "--max-restarts", "1"), arguments, tmp_path, **FRESH_STORE) as job:
-        wait_for_step(tmp_path / "run", after_step, job)
-        os.kill(job.workers()[rank], signal.SIGKILL)
-        assert job.wait() == 0, job.output
-    return read_losses(tmp_path / "run.json")
-
-
-@pytest.mark.long
-def test_ten_kills_at_random_steps(undisturbed, tmp_path):
-    expected, draw = undisturbed(40), random.SystemRandom().randint
-    for number in range(10):
-        first_step, losses = kill_a_rank(tmp_path / str(number), rank=draw(0, 1), after_step=draw(1, 30))
-        assert losses == expected[first_step:]
 
 
 @pytest.mark.long  # under the launcher test_roll_call.py has the same
@@ -172,16 +130,6 @@ def lose_a_machine(folder, *, holds_store: bool, num_nodes: str = "1:2", conf: s
             assert wait_until(lambda: has_ended(rank))
         lost.end_machine()
         return stays.wait(), stays.output
-
-
-@pytest.mark.long
-def test_the_other_goes_on_alone_when_a_machine_is_lost(undisturbed, tmp_path):
-    """The global batch is kept, so the losses are those of two ranks, up to the order of additions."""
-    status, output = lose_a_machine(tmp_path, holds_store=False)
-    assert status == 0, output
-    content = json.loads((tmp_path / "run.json").read_text())
-    assert content["world_size"] == 1 and 0 < content["first_step"] < LONG_RUN
-    assert content["step_losses"] == pytest.approx(undisturbed(LONG_RUN)[content["first_step"] :], abs=1e-2)
 
 
 @pytest.mark.long

@@ -42,11 +42,6 @@ def write_own_variables(folder: Path) -> None:
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(own_variables()))
 
 
-def read_variables(folder: Path) -> list[dict[str, str]]:
-    """Return the variables that each rank wrote, in rank order."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
-
-
 def compare_variables(homes: dict[str, dict[str, str]]):
     """Show a table with one row per variable and one column per launcher; a dash means that the variable isn't set."""
     rows = [[f"`{name}`", *(home.get(name, "–") for home in homes.values())] for name in VARIABLES]
