@@ -41,3 +41,4 @@ right = model[:2](images) @ three_classes.T
 model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 model.module[2].weight = nn.Parameter(three_classes)  # broken
 assert torch.equal(model(images), right)
+dist.destroy_process_group()

@@ -60,3 +60,4 @@ checkpoint(model, images, use_reentrant=False).square().mean().backward()  # bro
 # fixed: checkpoint(model, images, True, use_reentrant=False).square().mean().backward()
 alone.layer(images).relu().square().mean().backward()
 torch.testing.assert_close(model.layer.weight.grad.full_tensor(), alone.layer.weight.grad)
+dist.destroy_process_group()

@@ -58,3 +58,4 @@ model = torch.compile(model, backend="eager", fullgraph=True)  # broken
 torch.testing.assert_close(model(texts), outputs_alone)
 graphs = count["unique_graphs"]
 assert graphs == right, f"{graphs} graphs were compiled instead of {right}"
+dist.destroy_process_group()

@@ -50,3 +50,4 @@ fully_shard(model.blocks, mesh=mesh)  # broken
 fully_shard(model, mesh=mesh)
 torch.testing.assert_close(model(images), right)
 assert isinstance(model.blocks[0], FSDPModule), "the first block isn't a unit"
+dist.destroy_process_group()

@@ -53,3 +53,4 @@ norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # broken
 # fixed: for group in groups:
 # fixed:     nn.utils.clip_grads_with_norm_(group, 1.0, norm)
 torch.testing.assert_close(norm, right)
+dist.destroy_process_group()

@@ -56,3 +56,4 @@ fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)), 
 outputs = model(images)
 assert outputs.dtype == torch.bfloat16
 torch.testing.assert_close(outputs.float(), alone(images), rtol=0.02, atol=0.02)
+dist.destroy_process_group()

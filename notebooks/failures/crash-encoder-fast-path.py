@@ -33,3 +33,4 @@ with torch.no_grad():
     right = model(images)
     model = FullyShardedDataParallel(model, auto_wrap_policy=units, device_id=torch.device("cpu"))
     torch.testing.assert_close(model(images), right)
+dist.destroy_process_group()

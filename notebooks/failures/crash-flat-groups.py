@@ -48,3 +48,4 @@ for one in (model, alone):
     one(images).square().mean().backward()
     optimizer.step()
 torch.testing.assert_close(model(images), alone(images))
+dist.destroy_process_group()

@@ -46,3 +46,4 @@ features = model.module[0](tokens)  # broken
 # fixed: with FullyShardedDataParallel.summon_full_params(model):
 # fixed:     features = model.module[0](tokens)
 torch.testing.assert_close(features, right)
+dist.destroy_process_group()

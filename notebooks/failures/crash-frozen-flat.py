@@ -37,3 +37,4 @@ model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))  # broken
 # fixed: model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 torch.testing.assert_close(model(images), right)
 assert isinstance(model, FullyShardedDataParallel)
+dist.destroy_process_group()

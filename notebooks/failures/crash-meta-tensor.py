@@ -47,3 +47,4 @@ for parameter in model.parameters():
     nn.init.ones_(parameter)
 total = model(torch.ones(8)).sum().item()
 assert total == 2 * (8 + 1), f"the outputs' sum is {total}"
+dist.destroy_process_group()

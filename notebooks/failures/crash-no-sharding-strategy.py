@@ -38,3 +38,4 @@ fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
 values = model.weight.unique()  # broken
 # fixed: values = model.weight.full_tensor().unique()
 assert len(values) == right
+dist.destroy_process_group()

@@ -46,6 +46,7 @@ TRAIN = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
 print(dist.get_world_size())
+dist.destroy_process_group()
 """
 
 from_torchrun = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -44,3 +44,4 @@ for unit in (*units, model):
     fully_shard(unit, mesh=mesh)
 model(tokens).square().sum().backward()
 torch.testing.assert_close(model[0].weight.grad.full_tensor(), right)
+dist.destroy_process_group()

@@ -69,3 +69,4 @@ model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 model(images).scores.square().mean().backward()
 norm, right = model.clip_grad_norm_(1e9).item(), right.norm().item()
 assert abs(norm / right - 1) < 1e-5, f"the gradient's norm is {norm:.3f} instead of {right:.3f}"
+dist.destroy_process_group()

@@ -48,3 +48,4 @@ policy = MixedPrecisionPolicy()  # broken
 fully_shard(model, mesh=mesh, mp_policy=policy)
 outputs = model(inputs)
 torch.testing.assert_close(outputs.float(), right, rtol=0.05, atol=0.05)  # bf16 rounds to three digits
+dist.destroy_process_group()

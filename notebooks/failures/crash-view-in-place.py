@@ -43,3 +43,4 @@ for unit in (body, head, model):
     fully_shard(unit, mesh=mesh)
 model(images).square().mean().backward()
 torch.testing.assert_close(body.weight.grad.full_tensor(), alone[0].weight.grad)
+dist.destroy_process_group()

@@ -39,3 +39,4 @@ model.unshard()  # now its parameters are the full ones, with the gradients that
 full = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 waiting = sum(gradient.nbytes for gradient in reduced + full)
 assert waiting == shard_bytes, f"gradients take {waiting} bytes on a rank; its shards have {shard_bytes}"
+dist.destroy_process_group()

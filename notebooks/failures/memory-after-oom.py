@@ -61,3 +61,4 @@ held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model
 right = sum(p.nbytes for p in alone.parameters()) // world_size
 assert held == right, f"{held} bytes of parameters are held instead of {right}"
 torch.testing.assert_close(model[0].weight.grad.full_tensor(), alone[0].weight.grad)
+dist.destroy_process_group()

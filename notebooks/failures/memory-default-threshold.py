@@ -34,3 +34,4 @@ policy = size_based_auto_wrap_policy  # broken: at least 100 million parameters
 wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
 num_units = sum(isinstance(module, FullyShardedDataParallel) for module in wrapped.modules())
 assert num_units == 3, f"{num_units} unit; the two large layers and the root would be 3"
+dist.destroy_process_group()

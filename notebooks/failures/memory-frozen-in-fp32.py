@@ -38,3 +38,4 @@ for module in (base, adapter):
     fully_shard(module, mesh=mesh)
 kept = sum(parameter.to_local().nbytes for module in (base, adapter) for parameter in module.parameters())
 assert kept == right, f"a rank keeps {kept} bytes of parameters instead of {right}"
+dist.destroy_process_group()

@@ -37,3 +37,4 @@ state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=Tru
 held = sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in state.values())
 shards = whole_bytes // world_size
 assert held == shards, f"the state dict holds {held} bytes on rank {rank}; this rank's shards are {shards}"
+dist.destroy_process_group()

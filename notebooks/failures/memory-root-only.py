@@ -40,3 +40,4 @@ for layer in (model[0], model[2], model[4]):  # unsharded parameters aren't DTen
     )
 model(images).sum().backward()
 assert max(unsharded) < all_bytes / 2, f"{max(unsharded)} bytes are unsharded at once; the model has {all_bytes}"
+dist.destroy_process_group()

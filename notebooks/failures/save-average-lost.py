@@ -42,3 +42,4 @@ plain = nn.Linear(8, 2)
 plain.load_state_dict(state_dict.get_model_state_dict(model, options=options))
 saved = plain(image).sum().item()
 assert saved == right, f"the model that was saved gives {saved:.3f} instead of {right:.3f}"
+dist.destroy_process_group()

@@ -43,3 +43,4 @@ model.load_state_dict(weights)  # broken
 # fixed: options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 # fixed: state_dict.set_model_state_dict(model, weights if dist.get_rank() == 0 else {}, options=options)
 torch.testing.assert_close(model(torch.ones(8)), trained(torch.ones(8)))
+dist.destroy_process_group()

@@ -73,3 +73,4 @@ dcp.load(state, checkpoint_id="checkpoint")
 states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
 set_state_dict(model, optimizer, **states, options=options)
 assert len(optimizer.state) == 2, f"{len(optimizer.state)} parameters have moments"
+dist.destroy_process_group()

@@ -44,3 +44,4 @@ options = StateDictOptions(full_state_dict=True, strict=False)  # broken
 set_model_state_dict(model, weights, options=options)
 output, right = round(model(image).item(), 3), round(trained(image).item(), 3)
 assert output == right, f"after loading, the model's output is {output} instead of {right}"
+dist.destroy_process_group()

@@ -39,3 +39,4 @@ dcp.load(state, checkpoint_id="checkpoint")  # broken: it fills `state`, a copy,
 # fixed: state_dict.set_model_state_dict(model, state, options=options)
 total = model.weight.full_tensor().sum().item()
 assert total == 8.0, f"after loading, the weights' sum is {total} instead of 8.0"
+dist.destroy_process_group()

@@ -47,3 +47,4 @@ if dist.get_rank() == 0:
     plain = nn.Linear(8, 8)
     plain.load_state_dict(torch.load("model.pt"))
     assert plain.weight.sum().item() == right
+dist.destroy_process_group()

@@ -76,3 +76,4 @@ optimizer.load_state_dict(state["optimizer"])  # broken: the moments are still i
 # fixed: state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"])
 losses = train(model, optimizer, 3)
 assert losses == right, f"the losses are {losses} instead of {right}"
+dist.destroy_process_group()

@@ -49,3 +49,4 @@ if dist.get_rank() == 0:
     # fixed: weights = torch.load("model.pt")
     plain.load_state_dict(weights)
     torch.testing.assert_close(plain(image), right)
+dist.destroy_process_group()

@@ -39,3 +39,4 @@ with CommDebugMode() as counter:
         model(batch).sum().backward()
 gathers = counter.get_comm_counts()[torch.ops.c10d._allgather_base_]
 assert gathers == 3, f"{gathers} all-gathers in a step; the model has 3 units"
+dist.destroy_process_group()

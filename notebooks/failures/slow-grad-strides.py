@@ -40,3 +40,4 @@ with warnings.catch_warnings(record=True) as caught:
 torch.set_warn_always(False)
 said = [str(warning.message).partition(".")[0] for warning in caught if "Grad strides" in str(warning.message)]
 assert not said, said[0]
+dist.destroy_process_group()

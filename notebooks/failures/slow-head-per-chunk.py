@@ -50,3 +50,4 @@ with CommDebugMode() as counter:
     model(torch.randn(8, 8)).backward()
 gathers = counter.get_comm_counts()[torch.ops.c10d._allgather_base_]
 assert gathers == 3, f"{gathers} all-gathers; 2 for the body and 1 for the root are enough"
+dist.destroy_process_group()

@@ -37,3 +37,4 @@ with CommDebugMode() as counter:
     model(images).sum().backward()
 gathers = counter.get_comm_counts()[torch.ops.c10d._allgather_base_]
 assert gathers == 4, f"{gathers} all-gathers in one step instead of 4"
+dist.destroy_process_group()

@@ -43,3 +43,4 @@ for _ in range(10):
 after = [parameter.full_tensor() for parameter in model.parameters()]
 changed = torch.cat([(new != old).flatten() for new, old in zip(after, before, strict=True)]).float().mean()
 assert changed == 1, f"ten steps changed {changed:.0%} of the weights"
+dist.destroy_process_group()

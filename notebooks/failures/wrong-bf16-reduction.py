@@ -40,3 +40,4 @@ model(images[rank::world_size]).square().mean().backward()
 norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor().item()
 right = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
 assert abs(norm / right - 1) < 1e-5, f"the norm of the gradient is {norm:.4f} instead of {right:.4f}"
+dist.destroy_process_group()

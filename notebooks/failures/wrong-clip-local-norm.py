@@ -48,3 +48,4 @@ norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor
 right = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
 assert abs(norm / right - 1) < 1e-5, f"after clipping, the norm of the gradient is {norm:.4f} instead of {right:.4f}"
 torch.testing.assert_close(model.weight.grad.full_tensor(), alone.weight.grad)
+dist.destroy_process_group()

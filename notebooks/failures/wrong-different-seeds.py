@@ -35,3 +35,4 @@ torch.manual_seed(rank)  # broken: too early; it's right for dropout, after the 
 model = fully_shard(nn.Linear(8, 8), mesh=mesh)
 norm = model.weight.full_tensor().norm().item()
 assert abs(norm / right - 1) < 1e-5, f"the weight's norm is {norm:.4f} instead of {right:.4f}"
+dist.destroy_process_group()

@@ -47,3 +47,4 @@ torch.testing.assert_close(model.weight.full_tensor(), alone.weight)
 assert abs(distance / right - 1) < 1e-5 if right else distance, (
     f"the distance from the pretrained weights is {distance}"
 )
+dist.destroy_process_group()

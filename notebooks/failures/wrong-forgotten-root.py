@@ -51,3 +51,4 @@ head = model[4].weight
 head = head.full_tensor() if isinstance(head, DTensor) else head
 error = (head - alone[4].weight).abs().max()
 assert error < 1e-5, f"after three steps, the head differs by {error:.3f} on rank {rank}"
+dist.destroy_process_group()

@@ -49,3 +49,4 @@ for one, share, ranks in ((model, rank, world_size), (alone, 0, 1)):
     num_steps.append(len(batches))
 same = torch.allclose(model.weight.full_tensor(), alone.weight, atol=1e-6)
 assert same, f"an epoch has {num_steps[0]} steps instead of {num_steps[1]}, and the weights differ"
+dist.destroy_process_group()

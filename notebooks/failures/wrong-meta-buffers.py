@@ -45,3 +45,4 @@ nn.init.ones_(model.layer.weight)
 # fixed: model.fill_buffers()
 total = model.angles.sum().item()
 assert total == Rotated().angles.sum(), f"the angles add up to {total}"
+dist.destroy_process_group()

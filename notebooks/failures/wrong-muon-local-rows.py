@@ -42,3 +42,4 @@ torch.optim.Muon([alone.weight], lr=0.1, weight_decay=0.0).step()
 update, right = model.weight.full_tensor() - before, alone.weight - before
 off = ((update - right).norm() / right.norm()).item()
 assert off < 0.05, f"the update is off by {off:.0%} of its norm"  # Muon computes in bf16
+dist.destroy_process_group()

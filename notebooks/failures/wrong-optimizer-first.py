@@ -51,3 +51,4 @@ def train(model, optimizer):
 
 losses, right = train(model, optimizer), train(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
 assert losses == right, f"the losses are {losses} instead of {right}"
+dist.destroy_process_group()

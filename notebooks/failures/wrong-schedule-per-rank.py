@@ -59,3 +59,4 @@ for _ in range(3):  # the two steps that are done, and one more
     schedule.step()
 rate = optimizer.param_groups[0]["lr"]
 assert rate == right, f"the learning rate on rank {rank} is {rate:.5f} instead of {right:.5f}"
+dist.destroy_process_group()

@@ -44,3 +44,4 @@ for _ in range(num_steps // 2):
     optimizer.zero_grad()
 rate = schedule.get_last_lr()[0]
 assert abs(rate - 0.05) < 1e-6, f"halfway through training, the learning rate is {rate:.3f} instead of 0.050"
+dist.destroy_process_group()

@@ -37,3 +37,4 @@ alone(images).square().sum().backward()
 norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor().item()
 right = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
 assert abs(norm / right - 1) < 1e-5, f"the norm of the gradient is {norm:.3f} instead of {right:.3f}"
+dist.destroy_process_group()

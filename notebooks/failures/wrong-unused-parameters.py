@@ -53,3 +53,4 @@ sum(alone(samples[each], chosen=each).square().mean() / world_size for each in r
 norm = round(model.heads[rank].weight.grad.to_local().norm().item(), 3)  # of this rank's shard
 right = round(alone.heads[rank].weight.grad.chunk(world_size)[rank].norm().item(), 3)
 assert norm == right, f"the norm of the gradient of head {rank} is {norm} instead of {right}"
+dist.destroy_process_group()

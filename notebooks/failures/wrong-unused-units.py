@@ -59,3 +59,4 @@ sum(alone(samples[each], chosen=each).square().mean() / world_size for each in r
 norm = round(model.body.weight.grad.full_tensor().norm().item(), 3)
 right = round(alone.body.weight.grad.norm().item(), 3)
 assert norm == right, f"the norm of the body's gradient is {norm} instead of {right}"
+dist.destroy_process_group()
