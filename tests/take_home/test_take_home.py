@@ -247,6 +247,8 @@ def test_any_number_of_ranks_learns_what_one_process_learns(world_size, tmp_path
     job, file = ddp_job_that_saves(tmp_path, 3)
     runs = dict.fromkeys(SHORT, ()) | {"from_ddp.py": (str(file),), "checkpoint.py": (tmp_path / "run", STEPS)}
     runs = {str(job): ()} | runs
+    if world_size == 8:
+        del runs["levers.py"]  # it refuses them: a rank's three images aren't two equal parts
     found = launch(run_each, runs, world_size=world_size, device="cpu", timeout_s=240)
     assert all(set(printed.values()) == {""} for printed in found[1:])  # rank 0 alone prints
     first = losses(found[0].pop(str(job)))
