@@ -38,10 +38,9 @@ class RankError(RuntimeError):
         super().__init__(f"rank {rank} of {world_size} failed: {summary}" + (f"\n\n{details}" if details else ""))
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows. The rank's traceback ends with the summary, which therefore isn't repeated."""
-        if not self.details:
-            return [f"RankError: {self}"]
-        return [f"RankError: rank {self.rank} of {self.world_size} failed, with this traceback:", self.details]
+        """Return what IPython shows: the summary (the first line of a long one, which its traceback repeats), then how."""
+        said = self.summary.partition("\n")[0] if self.summary in self.details else self.summary
+        return [f"RankError: rank {self.rank} of {self.world_size} failed: {said}", *filter(None, [self.details])]
 
 
 class RankTimeout(TimeoutError):

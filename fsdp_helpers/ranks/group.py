@@ -31,7 +31,8 @@ ROLL_CALL_S = 5.0  # at most; a quarter of the timeout if that's shorter
 JOIN_S = 300.0  # at least, for all ranks to load PyTorch and join; a shorter timeout applies only to the steps
 POLL_S = 0.1
 # What gloo's and NCCL's messages say if a rank didn't join a collective; such errors don't have their own type.
-BLAME = ("gloo", "timed out", "connection closed", "collective operation timeout", "ncclremoteerror")
+# An argument that gloo refuses names it, too, but only its transport has sent something.
+BLAME = ("gloo/transport", "timed out", "connection closed", "collective operation timeout", "ncclremoteerror")
 
 set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name in older versions of torch
 

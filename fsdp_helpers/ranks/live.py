@@ -3,10 +3,11 @@
 import atexit
 import os
 import re
+import symtable
 import time
 import traceback
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -24,8 +25,11 @@ from fsdp_helpers.ranks.server import check_not_a_rank, interrupts_wait
 BACK_S = 2.0  # after a failure or Stop, for the other ranks to come back; otherwise the group is restarted
 DRAW_S = 0.1  # between two updates of a cell's output
 MISSED = "didn't take part in a collective that others began"
+UNDEFINED = re.compile(r"NameError: name '(\w+)' is not defined")
 KEPT = "The ranks keep their variables."
-GONE = "The ranks were restarted, and their variables are gone."
+AGAIN = "run the `%%ranks` cells above this one again (Run > Run All Above Selected Cell)."
+GONE = f"The ranks were restarted, and their variables are gone: {AGAIN}"
+LOST = "These ranks were restarted after {} failed: " + AGAIN
 
 
 class Ranks(AbstractContextManager):
@@ -56,6 +60,8 @@ class Ranks(AbstractContextManager):
             self.device = choose_device(device, world_size)
         self.world_size, self.timeout_s = world_size, timeout_s or LONGEST_WAIT_S
         self._num_cells = 0
+        self._names: set[str] = set()  # that cells have defined
+        self._lost: dict[str, str] = {}  # names that were lost in a restart, and the cell that failed before it
         self._start()
         try:
             self._processes.tell(range(world_size), "get", "rank")
@@ -100,6 +106,8 @@ class Ranks(AbstractContextManager):
                 raise ValueError(f"there is no {list_ranks(wrong)}; these ranks are 0 to {self.world_size - 1}")
         compile(code, name, "exec")  # so that code with a syntax error runs on no rank
         self._ask(chosen, "cell", code, name)
+        self._lost = {lost: cell for lost, cell in self._lost.items() if lost not in names_in(code)}
+        self._names |= names_in(code)
 
     def __getitem__(self, name: str) -> list:
         """Return a list of this variable's values on all ranks, in rank order.
@@ -110,14 +118,15 @@ class Ranks(AbstractContextManager):
         answers = self._ask(range(self.world_size), "get", name)
         if missing := [rank for rank, answer in answers.items() if not answer.value]:
             with shown_by_message(NameError):
-                raise NameError(f"{name!r} is not defined on {list_ranks(missing)}")
+                hint = f". {LOST.format(self._lost[name])}" if name in self._lost else ""
+                raise NameError(f"{name!r} is not defined on {list_ranks(missing)}{hint}")
         return [answers[rank].value[0] for rank in range(self.world_size)]
 
     def _start(self) -> None:
         """Start new ranks, which join their group before they read messages."""
         self._counts: dict[int, Mapping] = {}  # per rank: how many collectives of each group it has taken part in
         body = partial(serve, self.timeout_s)
-        self._processes = Processes(body, self.world_size, self.device, CellOutput().add)
+        self._processes = Processes(body, self.world_size, self.device, CellOutput(range(self.world_size)).add)
 
     # ------------------------------------------------------------ a message and its answers
 
@@ -126,20 +135,23 @@ class Ranks(AbstractContextManager):
         if self._processes is None:
             raise RuntimeError("these ranks are closed; open new ones: ranks = Ranks(2)")
         follow_edits()
-        output = CellOutput()
+        code, cell = content if kind == "cell" else ("", f"ranks[{content[0]!r}]")
+        output = CellOutput(chosen)
         self._processes.on_output = output.add
         try:
             self._processes.tell(chosen, kind, *content)
             self._processes.collect(chosen)
         except KeyboardInterrupt:
-            lines = self._settle(chosen)
+            lines = self._settle(chosen, names_in(code), cell)
             output.finish({})
             raise Interrupted("\n".join(["interrupted", *lines])) from None
         answers = dict(sorted(self._processes.answers.items()))
         output.finish({rank: answer.value for rank, answer in answers.items()} if kind == "cell" else {})
-        if cause := self._find_cause(content[-1]):
+        if cause := self._find_cause(cell):
             rank, failure = cause
-            lines = self._settle(chosen, rank, failure.details)
+            lines = self._settle(chosen, names_in(code), cell, rank, failure.details)
+            if (missing := UNDEFINED.match(failure.summary)) and missing[1] in self._lost and lines[-1] == KEPT:
+                lines[-1] = LOST.format(self._lost[missing[1]])
             raise RankError(rank, self.world_size, failure.summary, "\n".join(lines))
         return answers
 
@@ -165,10 +177,12 @@ class Ranks(AbstractContextManager):
         ]
 
     @interrupts_wait()
-    def _settle(self, chosen: Sequence[int], at_fault: int | None = None, details: str = "") -> list[str]:
+    def _settle(
+        self, chosen: Sequence[int], names: set[str], cell: str, at_fault: int | None = None, details: str = ""
+    ) -> list[str]:
         """Get all ranks ready for the next cell, restarting them if necessary; return lines saying what happened.
 
-        The first lines are the `details` of the failure on rank `at_fault`.
+        `names` are those that the failed cell would have defined, which are lost in a restart as well. The first lines are the `details` of the failure on rank `at_fault`.
         """
         processes, answers = self._processes, dict(self._processes.answers)  # a copy, because more will arrive
         found = processes.stacks(processes.missing(chosen))
@@ -195,7 +209,14 @@ class Ranks(AbstractContextManager):
         if not kept:
             processes.end()
             self._start()
+            self._lost = dict.fromkeys(self._names | names, cell)
         return [*lines, KEPT if kept else GONE]
+
+
+def names_in(code: str) -> set[str]:
+    """Return the names that the code assigns, imports or defines at its top level."""
+    symbols = symtable.symtable(code, "", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 _all: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()  # in the order in which they were opened
@@ -216,18 +237,19 @@ def close_all() -> None:
 
 
 class CellOutput:
-    """Shows the output of one cell: in a notebook, line by line while it runs; elsewhere, once it's done."""
+    """Shows the output of one cell on `ranks`: in a notebook, line by line while it runs; elsewhere, once it's done."""
 
-    def __init__(self) -> None:
-        self._printed: dict[int, bytes] = defaultdict(bytes)
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._printed = dict.fromkeys(ranks, b"")
         self._page = InPlace() if is_notebook() else None
-        self._drawn_s = 0.0
+        self._drawn_s, self._is_drawn = 0.0, True
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
-        """Receive output that a rank has printed."""
-        self._printed[rank] += data
-        if self._page is not None and time.monotonic() - self._drawn_s > DRAW_S:
-            self._drawn_s = time.monotonic()
+        """Receive output that a rank has printed; b"" if there hasn't been any for a while."""
+        self._printed[rank] = self._printed.get(rank, b"") + data
+        self._is_drawn &= not data
+        if self._page is not None and not self._is_drawn and time.monotonic() - self._drawn_s > DRAW_S:
+            self._drawn_s, self._is_drawn = time.monotonic(), True
             self._page.show(self._text({}))
 
     def finish(self, values: Mapping[int, str | None]) -> None:
@@ -239,9 +261,8 @@ class CellOutput:
                 print(text, flush=True)
 
     def _text(self, values: Mapping[int, str | None]) -> str:
-        ranks = sorted(self._printed.keys() | values.keys())
-        printed = {rank: self._printed[rank].decode("utf-8", "replace").rstrip("\n") for rank in ranks}
-        shown = {rank: values.get(rank) or "" for rank in ranks}
+        printed = {rank: data.decode("utf-8", "replace").rstrip("\n") for rank, data in self._printed.items()}
+        shown = {rank: values.get(rank) or "" for rank in printed}
         return "\n".join(filter(None, [merge(printed), merge(shown)]))
 
 
@@ -272,7 +293,7 @@ def run_cell(line: str, cell: str) -> None:
         raise RuntimeError("no ranks are open; open some first: ranks = Ranks(2)")
     try:
         # The magic is the cell's first line.
-        opened[-1].run(f"\n{cell}", chosen, f"Cell In[{get_ipython().execution_count}]")
+        opened[-1].run(f"\n{cell}", chosen, f"Cell In[{len(get_ipython().user_ns['In']) - 1}]")
     except SyntaxError as error:  # for which IPython would show our own lines, too
         refusal = RuntimeError("".join(traceback.format_exception_only(error)).rstrip())
         refusal._render_traceback_ = lambda: [str(refusal)]  # type: ignore[attr-defined]

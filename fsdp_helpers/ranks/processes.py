@@ -129,21 +129,28 @@ class Processes(AbstractContextManager):
     def find_cause(self) -> tuple[int, Failure] | None:
         """Return the rank that made the others fail, and its failure; None if no rank has failed.
 
-        A rank that has exited comes before ranks that reported a failure; ranks that only waited for others come last.
-        If several ranks sent the same message, the first of them is returned.
+        A rank that has exited comes before ranks that reported a failure; ranks that only waited for others come last,
+        and after those whose time was up, others whose connection they closed. If several ranks sent the same message,
+        the first of them is returned.
         """
         if ended := self.ends.keys() - self.answers.keys():
             return min(ended), Failure(self.describe_end(min(ended)))
         failures = {rank: answer.failure for rank, answer in sorted(self.answers.items()) if answer.failure}
         if not failures:
             return None
-        first = min(failures.values(), key=lambda failure: (blames_another_rank(failure.summary), failure.when_s))
+
+        def place(failure: Failure) -> tuple:
+            blames = blames_another_rank(failure.summary)
+            return blames, blames and "timed out" not in failure.summary.lower(), failure.when_s
+
+        first = min(failures.values(), key=place)
         return next((rank, failure) for rank, failure in failures.items() if failure.summary == first.summary)
 
     def _listen(self, ranks: Iterable[int], wait_s: float) -> None:
         """Wait until one of these ranks sends a message, prints or exits; pass on what has arrived."""
         links, ends = [self._links[rank] for rank in ranks], [self._processes[rank].sentinel for rank in ranks]
-        wait([*links, *ends, *self._outputs], wait_s)
+        if not wait([*links, *ends, *self._outputs], wait_s):
+            self.on_output(next(iter(ranks)), 0, b"")  # so that what has come before can be shown
         for rank in ranks:
             has_ended = not self._processes[rank].is_alive()
             if self._links[rank].poll():  # perhaps a message that it left behind

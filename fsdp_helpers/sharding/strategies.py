@@ -189,12 +189,16 @@ def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Futu
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    """Return the names that the FSDP units in `model` have in the plain model; the root is called "root"."""
-    return [
-        plain_name(name) or "root"
-        for name, module in model.named_modules()
-        if isinstance(module, FullyShardedDataParallel | FSDPModule)
-    ]
+    """Return the names that the FSDP units in `model` have in the plain model; the root is called "root".
+
+    A list of modules that `fully_shard` was given is one unit, with the name of the first.
+    """
+    units = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel | FSDPModule):
+            state = fully_shard.state(module) if isinstance(module, FSDPModule) else module
+            units.setdefault(state, plain_name(name) or "root")
+    return list(units.values())
 
 
 def count_units(model: nn.Module) -> int:

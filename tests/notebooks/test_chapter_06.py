@@ -101,7 +101,7 @@ def test_the_accident_is_the_same_again_and_says_that_its_ranks_are_new(chapter)
         for _ in range(2):
             told = failure(chapter, "accident-1", {})
             assert "Timed out waiting 3000ms" in told or "Connection closed by peer" in told
-            assert told.endswith("The ranks were restarted, and their variables are gone.")
+            assert "The ranks were restarted, and their variables are gone: run the `%%ranks` cells above" in told
     finally:
         chapter.execute("hasty.close()")
 

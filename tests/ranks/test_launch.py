@@ -116,6 +116,17 @@ class Told(Processes):
             known[rank] = said if isinstance(said, int) else Answer(None, failure=said)
 
 
+def test_a_rank_whose_time_was_up_comes_before_those_whose_connection_it_closed():
+    """An error with gloo's name comes first, unless its transport raised it."""
+    closed, late = (
+        f"RuntimeError: [gloo/transport/tcp/pair.cc:1] {said}" for said in ("Connection closed", "Timed out")
+    )
+    said = [Failure(closed, when_s=1.0), Failure(late, when_s=2.0), Failure("invalid for gloo", when_s=3.0)]
+    for last, cause in ((3, "rank 2 of 3 failed: invalid"), (2, "rank 1 of 2 failed: .*Timed out")):
+        with pytest.raises(RankError, match=cause):
+            Told(*((0.0, rank, failure) for rank, failure in enumerate(said[:last]))).answers_of_all()
+
+
 @pytest.mark.parametrize("times_s", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (3.0, 2.0, 1.0)])
 def test_of_several_failures_the_first_is_told(times_s):
     """Whichever message is read first: the others fail because of it."""

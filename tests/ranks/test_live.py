@@ -22,7 +22,7 @@ from fsdp_helpers.ranks.cells import LocalShard
 from fsdp_helpers.ranks.errors import RankError
 
 SET_UP = "import torch\nimport torch.distributed as dist"
-RESTARTED = "The ranks were restarted, and their variables are gone."
+RESTARTED = live.GONE
 KEPT = "The ranks keep their variables."
 
 

@@ -1,13 +1,14 @@
 """All strategies compute the same; what they keep, hold, send and need at the peak is what arithmetic says."""
 
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
 import workers_for_tests as workers
 from runs import Runs, mostly_long
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.measuring.rank_of_n import fake_group
@@ -302,11 +303,12 @@ def test_every_unit_gets_the_offload_policy(strategy, policy, monkeypatch):
     """On the CPU the shards are on the host either way, and no loss or byte tells the two apart."""
     seen = []
 
-    def fully_shard(module: nn.Module, **settings) -> nn.Module:
+    @wraps(fully_shard)
+    def shard(module: nn.Module, **settings) -> nn.Module:
         seen.append(settings["offload_policy"])
-        return torch.distributed.fsdp.fully_shard(module, **settings)
+        return fully_shard(module, **settings)
 
-    monkeypatch.setattr(strategies, "fully_shard", fully_shard)
+    monkeypatch.setattr(strategies, "fully_shard", shard)
     config = TrainConfig(strategy=strategy, min_num_params=20_000)
     with fake_group(2):  # one rank is enough to look at
         model = APPLY_STRATEGY[strategy](build_model("shallow"), torch.device("cpu"), config)
@@ -353,3 +355,12 @@ def test_ddp_waits_for_its_buckets_under_a_time_out_alone(monkeypatch):
         strategies.wait_for_buckets(build_model("simple"))
         strategies.wait_for_buckets(model)
     assert hooks == [(model, None, strategies.average_and_wait)]
+
+
+def test_a_list_of_modules_is_one_unit():
+    with fake_group(2):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+        for pair in (model[:2], model[2:4]):
+            fully_shard([*pair])
+        fully_shard(model)
+        assert strategies.unit_names(model) == ["root", "0", "2"] and strategies.count_units(model) == 3

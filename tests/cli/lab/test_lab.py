@@ -24,12 +24,15 @@ def copies(work: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
 
 
-def test_settings_are_found_and_ask_no_website(monkeypatch, tmp_path):
+def test_settings_are_found_ask_no_website_and_show_texts_rendered(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(LAB / "config"))
     overrides, error = _get_overrides(str(tmp_path))
     assert error == ""
     news = overrides["@jupyterlab/apputils-extension:notification"]
     assert news == {"fetchNews": "false", "checkForUpdates": False}
+    # Links to a section are exact, and texts are read, not edited.
+    assert overrides["@jupyterlab/notebook-extension:tracker"] == {"windowingMode": "none"}
+    assert overrides["@jupyterlab/docmanager-extension:plugin"] == {"defaultViewers": {"markdown": "Markdown Preview"}}
 
 
 def test_copies_are_complete_and_never_overwritten(tmp_path):
