@@ -34,14 +34,20 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the `%%ranks` cell magic; IPython calls this for `%load_ext fsdp_helpers`.
+    """Register the `%%ranks` cell magic, and what links a failed cell to its card; `%load_ext fsdp_helpers` calls this.
 
     It also starts the server that ranks are forked from, so that the server loads torch while the notebook does.
     """
     importlib.import_module(f"{__name__}.ranks.server").ensure_running()
+    shell.events.register("post_run_cell", _point_to_card)
     shell.register_magic_function(_run_on_ranks, magic_kind="cell", magic_name="ranks")
 
 
 def _run_on_ranks(line: str, cell: str) -> None:
     """Run this cell on the ranks opened last: `%%ranks` on all of them, `%%ranks 0` or `%%ranks 1,2` on some."""
     importlib.import_module(f"{__name__}.ranks.live").run_cell(line, cell)
+
+
+def _point_to_card(result: Any) -> None:
+    if result.error_in_exec is not None:
+        importlib.import_module(f"{__name__}.card_search").point_to_card(result)

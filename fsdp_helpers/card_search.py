@@ -3,11 +3,13 @@
 import math
 import re
 import sqlite3
+import traceback
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from fsdp_helpers.field_guide import Card
+from fsdp_helpers.field_guide import Card, cards
 
 MOST_CARDS = 3
 SHORTEST_QUOTE = 8  # characters
@@ -141,3 +143,18 @@ def unallocated_share(text: str) -> float:
 def is_ordinary(text: str) -> bool:
     """Return whether any bug says this, and there's no second sign that sharding is the cause."""
     return bool(ORDINARY.search(text.lower())) and not SECOND_SIGN.search(text.lower())
+
+
+def point_to_card(result: Any) -> None:
+    """Below a failed cell, whose IPython `result` this is, link to the card that quotes its error, if there's one."""
+    error = result.error_in_exec
+    if not isinstance(error, Exception):  # it ran, or was interrupted
+        return
+    said = getattr(error, "summary", None) or "".join(traceback.format_exception_only(error))
+    match = next(iter(Index(cards()).find(said)), None)
+    if match and match.quote and not is_ordinary(said):
+        from IPython.display import display
+
+        title, link = match.card.title, f"failures/{match.card.file}"
+        texts = {"text/plain": f"The guide of failures: {title} ({link})"}
+        display(texts | {"text/markdown": f"The guide of failures: [{title}]({link})"}, raw=True)

@@ -5,6 +5,7 @@ first loads ahead what every kernel does, the other what its tests need.
 """
 
 import os
+import re
 import shutil
 import signal
 import textwrap
@@ -17,7 +18,7 @@ from jupyter_client.manager import KernelManager
 from leftovers import SESSION_VARIABLE
 from programs import TESTS, is_running, wait_until
 
-PATIENCE_S = 60.0  # for a cell, also on a busy machine
+PATIENCE_S = 200.0  # for a cell, also on a busy machine
 SET_UP = """
 import tempfile
 from fsdp_helpers.ranks.launch import launch
@@ -401,6 +402,26 @@ def test_what_one_rank_prints_while_another_hangs_has_its_name(with_variable):
     with_variable.manager.interrupt_kernel()
     *_, output, _ = with_variable.end(request)
     assert [shown, text_of(output)] == ["rank 1: step 1"] * 2
+
+
+@pytest.mark.parametrize(
+    "cell, card",
+    [
+        ("%%ranks\nif rank == 0:\n    dist.barrier()", "hang-"),
+        ("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')", "memory-"),
+        ("%%ranks\nimport torch\ntorch.ones(2) + torch.ones(3)", None),  # as in any program
+        ("1 / 0", None),
+    ],
+)
+def test_below_a_failed_cell_is_a_link_to_the_card_that_quotes_its_message(with_variable, cell, card):
+    outputs = with_variable.run(cell)
+    assert [output["kind"] for output in outputs if "data" not in output] == ["error"]
+    links = [output["data"]["text/markdown"] for output in outputs if "text/markdown" in output.get("data", {})]
+    assert len(links) == (card is not None)
+    if card:
+        title, link = re.fullmatch(r"The guide of failures: \[(.+)\]\((.+)\)", links[0]).groups()
+        path = TESTS.parent / "notebooks" / link
+        assert path.name.startswith(card) and title in path.read_text()
 
 
 def test_stop_ends_a_loop_on_ranks_and_keeps_their_variables(with_variable):

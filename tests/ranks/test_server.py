@@ -19,7 +19,8 @@ EARLY = """
 import pathlib, sys, types
 import fsdp_helpers
 
-fsdp_helpers.load_ipython_extension(types.SimpleNamespace(register_magic_function=lambda *_, **__: None))
+events = types.SimpleNamespace(register=lambda *_: None)
+fsdp_helpers.load_ipython_extension(types.SimpleNamespace(register_magic_function=lambda *_, **__: None, events=events))
 assert "torch" not in sys.modules
 began = pathlib.Path(sys.argv[1])
 while not began.exists() or not began.read_text():
