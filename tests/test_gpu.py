@@ -25,10 +25,6 @@ def test_auto_is_cuda_where_every_rank_gets_a_device():
     assert choose_device("auto", found + 1) == "cpu"
 
 
-def test_nccl_on_the_first_device():
-    assert launch(workers.all_reduce_on_device, world_size=1, device="cuda") == [(1.0, "cuda:0", 0)]
-
-
 def test_one_device_a_rank():
     found = torch.cuda.device_count()
     expected = [(float(found), f"cuda:{rank}", rank) for rank in range(found)]

@@ -9,7 +9,6 @@ from fsdp_helpers.quantities import format_bytes, format_count, format_seconds
         (0, "0 B"),
         (999, "999 B"),
         (1_000, "1.00 kB"),  # 1 kB = 10^3, not 1,024
-        (75_300, "75.3 kB"),
         (4_799_528, "4.80 MB"),  # ShallowNet's parameters: 1,199,882 x 4
         (1_505_667_744, "1.51 GB"),  # DeepNet's: 94,104,234 x 16
         (-2_500_000, "-2.50 MB"),  # a difference may be negative

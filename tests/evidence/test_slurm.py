@@ -134,12 +134,6 @@ def losses_by_step(slurm, folder: Path, job: str, more_than: int) -> dict[int, f
     return {int(step) - 1: float(loss) for step, loss in lines}
 
 
-def test_fsdp2_runs_as_it_is(slurm, tmp_path):
-    job = slurm.submit(SCRIPT, TAKE_HOME / "fsdp2.py", folder=tmp_path, **VARIABLES)
-    slurm.wait_for(job, "COMPLETED")
-    assert sorted(losses_by_step(slurm, tmp_path, job, more_than=5)) == list(range(6))
-
-
 def test_a_lost_node_requeues_the_job_and_it_resumes(undisturbed, tmp_path):
     """With a cluster of its own, since the controller may keep later jobs waiting for a node that it has lost once."""
     need(cluster.missing())

@@ -59,10 +59,3 @@ def test_no_dropout_makes_training_repeatable(name):
 def test_dropout_probabilities():
     drops = [module.p for module in build_model("shallow").modules() if isinstance(module, nn.Dropout)]
     assert drops == [0.25, 0.5]
-
-
-def test_unknown_model():
-    with pytest.raises(
-        ValueError, match="unknown model 'huge'; choose one of shallow, deep, simple, vit, vit-deep, vit-mnist"
-    ):
-        build_model("huge")

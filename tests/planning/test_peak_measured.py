@@ -63,19 +63,16 @@ def num_params(model: str) -> int:
         return sum(parameter.numel() for parameter in build_model(model).parameters())
 
 
-def compare(configs: list[TrainConfig], world_size: int, data_dir) -> list[float]:
-    """Peaks of rank 0, each over its prediction."""
-    configs = [replace(config, data_dir=str(data_dir)) for config in configs]
-    ratios = []
-    for config in configs:
-        rank = launch(train_worker, config, world_size=world_size, device="cpu", progress=False)[0].ranks[0]
-        peak = predict(config, world_size)
-        ratios.append(rank.peak_bytes / peak.bytes)
-        per_parameter = 20 if config.strategy == "ddp" and not config.bucket_view else 16
-        held = per_parameter * num_params(config.model) / (world_size if config.is_sharded else 1)
-        assert rank.held_bytes > 0.999 * held, config  # gloo may keep a buffer a while longer: there may be more
-        print(f"{world_size} ranks, {config}: {rank.peak_bytes:,}, ratio {ratios[-1]:.4f}, {peak.when}")
-    return ratios
+def measured_over_predicted(config: TrainConfig, world_size: int, data_dir) -> float:
+    """The peak of rank 0 over its prediction."""
+    config = replace(config, data_dir=str(data_dir))
+    rank = launch(train_worker, config, world_size=world_size, device="cpu", progress=False)[0].ranks[0]
+    peak = predict(config, world_size)
+    per_parameter = 20 if config.strategy == "ddp" and not config.bucket_view else 16
+    held = per_parameter * num_params(config.model) / (world_size if config.is_sharded else 1)
+    assert rank.held_bytes > 0.999 * held, config  # gloo may keep a buffer a while longer: there may be more
+    print(f"{world_size} ranks, {config}: {rank.peak_bytes:,}, ratio {rank.peak_bytes / peak.bytes:.4f}, {peak.when}")
+    return rank.peak_bytes / peak.bytes
 
 
 # ---------------------------------------------------------------- telling cases
@@ -101,32 +98,23 @@ LEVERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """Measured over predicted of a case on two ranks."""
-    folder = tmp_path_factory.mktemp("no-mnist")
-
-    def run(model: str, images: int, changes: dict) -> float:
-        # DDP rearranges its buckets in its second step; without DDP that step is as steady as the third.
-        (ratio,) = compare([settings(model, images, 2, 3 if changes["strategy"] == "ddp" else 2, **changes)], 2, folder)
-        return ratio
-
-    return run
-
-
 @pytest.mark.parametrize("name", TELLING)
-def test_telling_cases_within_1_percent(name, two_ranks):
-    assert two_ranks(*TELLING[name]) == pytest.approx(1, abs=0.01)
+def test_telling_cases_within_1_percent(name, tmp_path):
+    model, images, changes = TELLING[name]
+    # DDP rearranges its buckets in its second step; without DDP that step is as steady as the third.
+    config = settings(model, images, 2, 3 if changes["strategy"] == "ddp" else 2, **changes)
+    assert measured_over_predicted(config, 2, tmp_path) == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("name", LEVERS)
-def test_levers_within_2_percent(name, two_ranks):
-    assert two_ranks("vit", 32, {"strategy": "fsdp-auto-wrap", **LEVERS[name]}) == pytest.approx(1, abs=0.02)
+def test_levers_within_2_percent(name, tmp_path):
+    config = settings("vit", 32, 2, 2, strategy="fsdp-auto-wrap", **LEVERS[name])
+    assert measured_over_predicted(config, 2, tmp_path) == pytest.approx(1, abs=0.02)
 
 
-def test_one_rank(tmp_path):
-    configs = [settings("simple", 4, 1, **run) for run in ({"strategy": "local"}, {"strategy": "ddp"}, *FSDP_RUNS)]
-    assert compare(configs, 1, tmp_path) == pytest.approx([1] * len(configs), abs=0.01)
+@pytest.mark.parametrize("run", [{"strategy": "local"}, {"strategy": "ddp"}, *FSDP_RUNS])
+def test_one_rank(run, tmp_path):
+    assert measured_over_predicted(settings("simple", 4, 1, **run), 1, tmp_path) == pytest.approx(1, abs=0.01)
 
 
 def test_cutting_pays_only_with_images_to_spare():
@@ -143,16 +131,14 @@ def test_cutting_pays_only_with_images_to_spare():
 # ---------------------------------------------------------------- all of them
 
 
-GRID = [(model, world_size) for world_size in (1, 2, 4) for model in MODELS]
-WAYS = [{"strategy": "ddp"}, *FSDP_RUNS]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("model, world_size", GRID)
-def test_the_grid_within_5_percent(model, world_size, tmp_path):
-    """DDP and FSDP2, one unit and units, 4 and 32 images a rank."""
-    configs = [settings(model, images, world_size, **way) for way in WAYS for images in (4, 32)]
-    assert compare(configs, world_size, tmp_path) == pytest.approx([1] * 6, abs=0.05)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("way", [{"strategy": "ddp"}, *FSDP_RUNS])
+@pytest.mark.parametrize("images", [4, 32])
+def test_the_grid_within_5_percent(model, world_size, way, images, tmp_path):
+    config = settings(model, images, world_size, **way)
+    assert measured_over_predicted(config, world_size, tmp_path) == pytest.approx(1, abs=0.05)
 
 
 # ---------------------------------------------------------------- one real rank of many

@@ -145,15 +145,6 @@ def test_spmd_is_the_same_training(folder, plain):
 
 @pytest.mark.xla
 @pytest.mark.long
-@pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize("time", range(10))
-def test_ten_times_without_a_failure(time, replicas, folder, plain):
-    results = xla.run_script("train", folder, {"replicas": replicas, "runs": [run("nested", cut="nested")]})
-    assert beside.largest_difference(beside.mean_losses(results, "nested"), plain["simple"]) < beside.TOLERANCE
-
-
-@pytest.mark.xla
-@pytest.mark.long
 def test_optimizer_step_of_xm_is_another_training(folder, plain):
     settings = {"replicas": 2, "runs": [run("xm", cut="nested", xm_step=True)]}
     losses = beside.mean_losses(xla.run_script("train", folder, settings), "xm")

@@ -123,10 +123,8 @@ WRONG = [
     ([("$((20000 + SLURM_JOB_ID % 10000))", "29500")], "two jobs use the port in gpu-0:29500"),
     ([("$((20000 + SLURM_JOB_ID % 10000))", "$SLURM_JOB_ID")], "the port has to be between 1024 and 65535"),
     ([("$first:", "localhost:")], "the meeting point has to be one of the job's nodes"),
-    ([("RDZV_TCP_STORE=1", "RDZV_TCP_STORE=0")], "gives each restart its own store"),
     ([("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "")], "gives each restart its own store"),
     ([("--max-restarts=3 ", "")], "torchrun restarts no ranks; which option"),
-    ([("--nproc-per-node=4", "--nproc-per-node=1")], "torchrun --nproc-per-node is 1; it should be gpu or auto or 4"),
     # torchrun takes the last one, and after a script's name all belongs to the script
     ([("--max-restarts=3", "--nnodes=1 --max-restarts=3")], "torchrun --nnodes is 1; it should be 4 or 4:4"),
     (
@@ -144,22 +142,14 @@ WRONG = [
     ([("$first:", "gpu-0:")], "submitted with sbatch --nodes=2: .* the meeting point has to be one of the job's nodes"),
     ([("--max-restarts=3", "--max-restart=three")], "torchrun doesn't accept its arguments: .*invalid int value"),
     (
-        [("SHUTDOWN_TIMEOUT=300", "SHUTDOWN_TIMEOUT=120")],
-        "kills ranks 120 s after SIGTERM, but they have 300 s to save",
-    ),
-    (
         [("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n", "")],
         "kills ranks 30 s after SIGTERM, but they have 300 s to save",
-    ),
-    pytest.param(
-        [('scancel --signal=TERM "$SLURM_JOB_ID"', "true")], "0 of 2 torchruns got SIGTERM", marks=pytest.mark.long
     ),
     ([("train.py &\n", "train.py\n"), ("wait $!", "true")], "0 of 2 torchruns got SIGTERM.*only between commands"),
     # in the trap, before srun has exited
     ([('"$SLURM_JOB_ID"\' USR1', '"$SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"\' USR1')], QUEUED_EARLY),
     ([(WAITING, "wait $!; status=$?\n")], QUEUED_EARLY),
     ([(WAITING, "wait $!\nexit $?\n")], "the script exited while ranks were saving, which kills them: srun has to"),
-    ([('scontrol requeue "$SLURM_JOB_ID"', "true")], "the job wasn't requeued"),
     ([('[ -z "$out_of_time" ] || ', "")], "training had finished, but the script requeued the job"),
 ]
 
