@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
         if item.get_closest_marker("gpu") and torch.cuda.device_count() == 0:  # a folder may have that name, too
             item.add_marker(pytest.mark.skip(reason="no CUDA device here, or not asked for: pytest -m gpu"))
-        if {"mnist_dir", "packed_mnist"} & set(getattr(item, "fixturenames", ())):
+        if "mnist_dir" in getattr(item, "fixturenames", ()):
             item.add_marker("mnist")
 
 
@@ -171,17 +171,6 @@ def mnist_dir(tmp_path_factory) -> Path:
     for name, _ in MNIST.resources:
         raw.joinpath(Path(name).stem).write_bytes(gzip.decompress((PACKED_MNIST / name).read_bytes()))
     return folder
-
-
-@pytest.fixture(scope="session")
-def packed_mnist(request) -> dict[str, bytes]:
-    """The four packed files, as a mirror serves them: name -> content."""
-    skip_if_offline()
-    folders = [PACKED_MNIST] if PACKED_MNIST.is_dir() else [request.getfixturevalue("mnist_dir") / "MNIST" / "raw"]
-    names = [name for name, _ in MNIST.resources]
-    if not all((folders[0] / name).exists() for name in names):
-        pytest.skip("the packed files of MNIST are not at hand")
-    return {name: (folders[0] / name).read_bytes() for name in names}
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Tiny workers. Every rank process imports this module, so it imports only what a rank has loaded anyway."""
 
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +28,7 @@ from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
 from fsdp_helpers.training import worker
 from fsdp_helpers.training.loop import train_step
-from fsdp_helpers.training.worker import config_batches, first_batches, load_rank_data, train_worker
+from fsdp_helpers.training.worker import first_batches, train_worker
 
 # ---------------------------------------------------------------- memory and collectives
 
@@ -116,31 +114,7 @@ def _units(model_name, policy, api):
     return sorted(set(unit_names(model)) - {"root"})
 
 
-def train_and_return_parameters(rank, world_size, configs):
-    """For each config whole parameters after `max_steps` steps, by their names in the plain model; {} on other ranks."""
-    return [_parameters_after_training(rank, world_size, config) for config in configs]
-
-
-def _parameters_after_training(rank, world_size, config):
-    dataset = load_rank_data(config, rank_device())
-    torch.manual_seed(config.seed)
-    model = APPLY_STRATEGY[config.strategy](build_model(config.model, dropout=config.dropout), rank_device(), config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
-    torch.manual_seed(config.seed + 1 + rank)
-    for images, labels in islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps):
-        train_step(model, images, labels, optimizer)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return whole if rank == 0 else {}
-
-
 # ---------------------------------------------------------------- memory levers
-
-
-def units_and_parameters(rank, world_size, configs):
-    """For each config the names of the units, and whole parameters by their names in a state dict (on rank 0)."""
-    whole = StateDictOptions(full_state_dict=True)
-    models = [APPLY_STRATEGY[config.strategy](build_model(config.model), rank_device(), config) for config in configs]
-    return [(unit_names(model), get_model_state_dict(model, options=whole)) for model in models]
 
 
 def gradients_held_back(rank, world_size):

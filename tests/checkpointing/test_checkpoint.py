@@ -152,19 +152,6 @@ def test_the_device_decides_how_an_optimizer_computes(tmp_path):
     assert (group["lr"], group["fused"], group["foreach"]) == (0.5, None, True)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")  # in the thread torch says that one process is one process
-def test_in_the_background(tmp_path):
-    run = built(1)
-    step(*run)
-    expected = [tensor.clone() for tensor in run[0].state_dict().values()]
-    future = save(tmp_path / "one", *run[:2], extra={"step": 1}, wait=False)
-    step(*run)
-    future.result()
-    again = built(2)
-    assert load(tmp_path / "one", *again[:2]) == {"step": 1}
-    assert equal([*again[0].state_dict().values()], expected)
-
-
 def test_the_folder_of_several_means_the_newest(tmp_path):
     run = built(1)
     for number in (9, 10):

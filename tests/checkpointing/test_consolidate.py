@@ -408,11 +408,3 @@ def test_which_rank_wrote_which_rows(runs):
     # One row: rank 0 has it, the others nothing
     positions = entries["model.positions"].shards
     assert [(part.rank, part.sizes) for part in positions if part.sizes[0]] == [(0, (1, 16, 64))]
-
-
-def test_whole_copies_are_written_once_and_by_all_ranks(runs):
-    entries = read_index(runs["ddp", "fsdp2"] / checkpoint_name(2))
-    assert all(len(entry.shards) == 1 for entry in entries)
-    num_bytes = [sum(e.num_bytes for e in entries if e.shards[0].rank == rank) for rank in range(3)]
-    # They share the writing: nobody more than half of it
-    assert max(num_bytes) < sum(num_bytes) / 2

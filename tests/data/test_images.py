@@ -165,13 +165,6 @@ def put_packed(folder: Path, packed: dict[str, bytes]) -> None:
         (raw / name).write_bytes(content)
 
 
-def test_packed_files_in_place_are_used(packed_mnist, tmp_path):
-    # No mirror is in reach here; the four .gz files of the real MNIST, put where the message says, are enough.
-    put_packed(tmp_path, packed_mnist)
-    assert prepare_data(tmp_path) == "mnist"
-    assert load_data(tmp_path).test.labels[:5].tolist() == [7, 2, 1, 0, 4]  # as in every picture of MNIST
-
-
 def test_wrong_checksum_from_the_mirror(mirror, tmp_path):
     mirror.files[SMALL] = b"x" + mirror.files[SMALL][1:]
     with pytest.raises(DataError, match=f"the download of {SMALL} is damaged .*mirror is at fault"):

@@ -37,11 +37,3 @@ def test_what_a_worker_started_ends_with_the_launch(end, tmp_path):
     pids = end_a_launch(end, tmp_path)
     assert len(pids) == 8
     assert not any(is_running(pid) for pid in pids)  # at once, without a moment's grace
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("end", RAISED)
-def test_fifty_launches_leave_no_process(end, tmp_path):
-    for _ in range(50):
-        assert not any(is_running(pid) for pid in end_a_launch(end, tmp_path))

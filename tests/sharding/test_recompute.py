@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-import workers_for_tests as workers
 from runs import Runs, mostly_long
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring.activations import kept_bytes, products_bytes
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.sharding.recompute import checkpoint_activations, is_checkpointed
 from fsdp_helpers.sharding.strategies import apply_local
@@ -91,22 +89,6 @@ def test_names_stay_those_of_the_plain_model():
     assert wrapped.state_dict().keys() == plain.state_dict().keys()
     plain.load_state_dict(wrapped.state_dict())  # and back
     wrapped.load_state_dict(plain.state_dict())
-
-
-def test_names_of_units_and_of_whole_parameters():
-    configs = [
-        TrainConfig(
-            model="vit",
-            strategy="fsdp-auto-wrap",
-            api=api,
-            min_num_params=40_000,
-            activation_checkpointing="units",
-        )
-        for api in ("fsdp1", "fsdp2")
-    ]
-    for units, parameters in launch(workers.units_and_parameters, configs, world_size=2, device="cpu")[0]:
-        assert sorted(units) == [*BLOCKS, "root"]
-        assert parameters.keys() == build_model("vit").state_dict().keys()
 
 
 def test_the_chosen_modules_are_wrapped_and_no_others():

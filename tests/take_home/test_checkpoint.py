@@ -74,15 +74,6 @@ def test_kills_lose_only_the_steps_since_the_last_save(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "000012"]
 
 
-def test_what_a_killed_run_was_writing_is_not_loaded_and_does_not_stay(tmp_path):
-    for step in (1, 2):  # the next save has the name of the first
-        (tmp_path / f"unfinished-{step:06}").mkdir()
-        (tmp_path / f"unfinished-{step:06}" / "__2_0.distcp").write_bytes(b"half")  # of a third rank, not there now
-    assert [step for step, _ in steps_and_losses(launched(run_main, (tmp_path, 1)))] == [0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "000001"]
-    assert not (tmp_path / "000001" / "__2_0.distcp").exists()
-
-
 def test_nobody_writes_before_what_a_killed_run_left_is_gone(tmp_path):
     """Files do not tell: rank 0 plans a save, and most often has removed the folder before rank 1 may write into it."""
     for name in LEFT_BY_A_KILLED_RUN:

@@ -564,17 +564,6 @@ def undisturbed(home, tmp_path_factory) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.long
-def test_one_rank_three_and_eight_equal_two(home, undisturbed, tmp_path):
-    for num_ranks in (1, 3, 8):
-        folder = tmp_path / str(num_ranks)
-        folder.mkdir()
-        with job(home, folder, num_ranks) as one:
-            assert one.wait() == 0, one.output
-        found = weights(folder / "run")
-        assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in undisturbed.items())
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("when", killed_at.KILLS)
 def test_ten_kills_change_nothing(when, home, undisturbed, tmp_path):
     """In the loop, in a save and in the export; bitwise nothing, where all starts have two ranks."""

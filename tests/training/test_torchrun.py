@@ -4,13 +4,10 @@ import os
 import re
 import signal
 import socket
-import sys
-import time
 
 import pytest
 import torch.distributed as dist
 from faked_hosts import CHOICES
-from programs import has_ended, wait_until
 from runs import main_in_process
 from torch.distributed import HashStore
 from torchrun_jobs import (
@@ -81,55 +78,13 @@ def test_after_a_kill_all_ranks_restart_and_sigterm_ends_in_a_checkpoint(undistu
     assert read_losses(tmp_path / "next.json") == (step, undisturbed(step + 3)[step:])
 
 
-@pytest.mark.long  # under the launcher test_roll_call.py has the same
-@pytest.mark.parametrize("stopped, variables", [(1, {}), (0, FRESH_STORE)])
-def test_a_rank_that_is_stopped_is_named_and_the_run_ends(stopped, variables, tmp_path):
-    """Also rank 0, in whose process the store lives where each start has its own; and torchrun doesn't wait for it."""
-    saving = ["--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2]
-    arguments = [*SHARDED, "--epochs", 100, *saving, "--timeout", 8]
-    with torchrun_job(one_agent(2), arguments, tmp_path, **variables) as job:
-        wait_for_step(tmp_path / "run", 2, job)
-        stopped_s = time.monotonic()
-        os.kill(job.workers()[stopped], signal.SIGSTOP)
-        assert job.wait() == 1
-        assert time.monotonic() - stopped_s < 30  # 8 s and the end itself; torchrun would add 30 s
-    assert f"rank {1 - stopped} of 2 failed: " in job.output
-    assert f"TimeoutError: rank {stopped} didn't answer within 8 s" in job.output
-
-
 # ---------------------------------------------------------------- a machine is lost
 
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2,is_host="
-LONG_RUN = 400  # steps; the other machine is there only for the first few
 # Steps of a larger model, which learns slowly: it is not done, and has not converged, before a machine comes back.
 SLOWLY = ["--model", "shallow", "--no-dropout", "--strategy", "fsdp-auto-wrap", "--learning-rate", "1e-5"]
 SLOWLY += ["--train-images", "1200", "--test-images", "101", "--global-batch-size", "24", "--epochs", "100"]
 AT_ONCE = {**FRESH_STORE, "PYTHONUNBUFFERED": "1"}  # what is printed is there to be read
-NOT_LONG = "join_timeout=30," + SOON  # an agent waits so long for the others, also when all start
-
-
-def lose_a_machine(folder, *, holds_store: bool, num_nodes: str = "1:2", conf: str = SOON) -> tuple[int, str]:
-    """Two agents train and one is killed: return the exit status and the output of the other.
-
-    The rank of the one that is killed ends with it, or it would train on beside the ranks of the next start.
-    """
-    saving = ["--checkpoint-dir", folder / "run", "--checkpoint-every", 5, "--resume"]
-    arguments = [*SHARDED, "--max-steps", LONG_RUN, "--epochs", 100, *saving, "--json", folder / "run.json"]
-    options = agents(num_nodes, free_port(), "--max-restarts", "3", "--rdzv-conf")
-    stays_with, lost_with = [*options, conf + str(int(not holds_store))], [*options, conf + str(int(holds_store))]
-    with (
-        torchrun_job(stays_with, arguments, folder, name="stays", **FRESH_STORE) as stays,
-        torchrun_job(lost_with, arguments, folder, name="lost", **FRESH_STORE) as lost,
-    ):
-        # One of them may have begun alone. Where the other has a rank, both have been started again.
-        assert wait_until(lambda: lost.workers() or stays.process.poll() is not None), stays.output
-        wait_for_step(folder / "run", (find_steps(folder / "run") or [0])[-1] + 2, stays)
-        (rank,) = lost.workers().values()
-        if sys.platform == "linux":  # which alone can end a process with its parent
-            lost.kill_agent()
-            assert wait_until(lambda: has_ended(rank))
-        lost.end_machine()
-        return stays.wait(), stays.output
 
 
 @pytest.mark.long
@@ -159,21 +114,6 @@ def test_a_machine_that_comes_back_joins(tmp_path):
     first_step, losses = read_losses(tmp_path / "resumed.json")
     assert first_step == last and len(losses) == 5
     assert losses == pytest.approx(read_losses(tmp_path / "undisturbed.json")[1][last:], abs=1e-3)
-
-
-@pytest.mark.long
-def test_where_both_are_needed_the_other_ends_after_the_stated_time(tmp_path):
-    status, output = lose_a_machine(tmp_path, holds_store=False, num_nodes="2", conf=NOT_LONG)
-    assert status == 1 and "RendezvousTimeoutError" in output
-
-
-@pytest.mark.long
-def test_without_the_machine_of_the_meeting_point_the_other_ends(tmp_path):
-    """It does not wait for one that cannot come back; the next job goes on from the checkpoint."""
-    status, output = lose_a_machine(tmp_path, holds_store=True)
-    assert status == 1 and "RendezvousConnectionError: The connection to the C10d store has failed" in output
-    said = r"TimeoutError: rank \d (stopped answering|didn't answer within).*; check the last output and the machine"
-    assert re.search(said, output), output
 
 
 # ---------------------------------------------------------------- hosts and their GPUs
@@ -245,15 +185,3 @@ def test_a_bad_environment_is_one_line_on_one_rank(variables, arguments, message
         monkeypatch.setenv("LOCAL_RANK", "1")
         assert main_in_process(*command) == 2
         assert capfd.readouterr().err == ""
-
-
-@pytest.mark.long
-def test_bad_input_that_one_rank_finds_ends_all_of_them(tmp_path):
-    """Rank 0 alone looks at the checkpoints; torchrun's own report comes after the line."""
-    (tmp_path / "run" / "step-00000002").mkdir(parents=True)
-    arguments = [*SHARDED, "--checkpoint-dir", tmp_path / "run"]
-    with torchrun_job(one_agent(2), arguments, tmp_path) as job:
-        assert job.wait() == 1
-    (line,) = [line for line in job.output.splitlines() if line.startswith("fsdp_helpers: ")]
-    assert "has checkpoints up to step-00000002; continue from there with --resume" in line
-    assert "Traceback" not in job.output.partition("ChildFailedError")[0].partition(line)[0]
