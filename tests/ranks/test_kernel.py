@@ -183,6 +183,28 @@ def test_what_reports_nothing_leaves_one_line(kernel):
     assert text_of(line).startswith("all_reduce_rank, 1 rank on cpu: ended after ")
 
 
+def test_a_cell_with_torchrun_says_that_it_starts_and_shows_lines_as_they_come(kernel):
+    folder = fresh_folder(kernel)
+    script = (
+        "import os, time\nprint('begun')\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.05)\nprint('done')"
+    )
+    (folder / "wait.py").write_text(script)
+    code = f"""
+        import os
+        from fsdp_helpers.teaching.lessons import torchruns
+        os.environ["GO"] = "{folder}/go"
+        printed = torchruns.run_script(1, "{folder}/wait.py")
+    """
+    request, shown = kernel.begin(code), []
+    while "begun\n" not in shown:
+        content = kernel.client.get_iopub_msg(timeout=PATIENCE_S)["content"]
+        shown += filter(None, [content.get("text"), content.get("data", {}).get("text/plain")])
+    (folder / "go").touch()
+    assert shown[0] == "torchrun wait.py: starting" and "torchrun wait.py: running" in shown
+    outputs = [text_of(output) for output in kernel.end(request)]
+    assert outputs[0] == "done\n" and outputs[1].startswith("torchrun wait.py: ended after ")
+
+
 # ---------------------------------------------------------------- errors: the message and nothing else
 
 

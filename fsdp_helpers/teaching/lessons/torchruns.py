@@ -8,14 +8,18 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from select import select
+from typing import IO
 
 import psutil
 
 from fsdp_helpers.gpus import VISIBLE, are_hidden
+from fsdp_helpers.progress import ProgressBar, print_above_bar
 from fsdp_helpers.teaching.page.show import table
 
 # The variables that every rank needs, and those that only torchrun or Slurm sets.
@@ -57,21 +61,28 @@ def torchrun_command(*arguments: object) -> list[str]:
 
 
 @contextmanager
-def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subprocess.Popen]]:
-    """Run commands at the same time; when the block ends, terminate any still running, and kill any that don't exit."""
-    settings = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
+def started(
+    *commands: Sequence[str], errors: IO | int = subprocess.STDOUT, **variables: str
+) -> Iterator[list[subprocess.Popen]]:
+    """Run commands at the same time; when the block ends, terminate any still running, and kill any that don't exit.
+
+    The cell says that they're starting, then that they're running, and at the end how long it took.
+    """
+    settings = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
     own = [own_gpu(number) if len(commands) > 1 else {} for number in range(len(commands))]
     processes = [
         subprocess.Popen(command, **settings, env={**os.environ, **gpu, **variables})
         for command, gpu in zip(commands, own, strict=True)
     ]
+    bar = ProgressBar()
     try:
+        bar.start(" and ".join(map(short_name, commands)))
+        for process in processes:
+            _wait_until_it_runs(process)
+        bar.running()
         yield processes
     finally:
+        bar.close()
         for process in processes:
             with suppress(ProcessLookupError):
                 process.terminate()
@@ -80,6 +91,40 @@ def started(*commands: Sequence[str], **variables: str) -> Iterator[list[subproc
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+def short_name(command: Sequence[str]) -> str:
+    """Return what a line of progress calls this command: torchrun and the script, if there's one."""
+    scripts = [Path(part).name for part in command if part.endswith(".py")]
+    return " ".join(["torchrun", *scripts[:1]])
+
+
+def _wait_until_it_runs(process: subprocess.Popen) -> None:
+    """Wait until a torchrun has started its ranks, or prints, or exits."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline_s and not select([process.stdout], [], [], 0.05)[0]:
+        with suppress(psutil.Error):
+            if psutil.Process(process.pid).children():
+                return
+
+
+def run_script(num_ranks: int, *script: object) -> str:
+    """Run torchrun with a script and its arguments on this machine; print its lines as they come, and return them.
+
+    What it prints to standard error is part of the RuntimeError that's raised if it fails.
+    """
+    command = torchrun_command("--standalone", "--nproc-per-node", num_ranks, *script)
+    lines = []
+    with tempfile.TemporaryFile("w+") as errors:
+        with started(command, errors=errors, PYTHONUNBUFFERED="1") as (process,):
+            for line in process.stdout:
+                lines.append(line)
+                print_above_bar(line.rstrip("\n"), sys.stdout)
+            process.wait(timeout=TIMEOUT_S)
+        if process.returncode:
+            errors.seek(0)
+            raise RuntimeError(f"torchrun exited with status {process.returncode}:\n{errors.read()}")
+    return "".join(lines)
 
 
 def own_gpu(number: int) -> dict[str, str]:
