@@ -29,7 +29,7 @@ UNDEFINED = re.compile(r"NameError: name '(\w+)' is not defined")
 KEPT = "The ranks keep their variables."
 AGAIN = "run the `%%ranks` cells above this one again (Run > Run All Above Selected Cell)."
 GONE = f"The ranks were restarted, and their variables are gone: {AGAIN}"
-LOST = "These ranks were restarted after {} failed: " + AGAIN
+LOST = "These ranks {}: " + AGAIN
 
 
 class Ranks(AbstractContextManager):
@@ -60,8 +60,7 @@ class Ranks(AbstractContextManager):
             self.device = choose_device(device, world_size)
         self.world_size, self.timeout_s = world_size, timeout_s or LONGEST_WAIT_S
         self._num_cells = 0
-        self._names: set[str] = set()  # that cells have defined
-        self._lost: dict[str, str] = {}  # names that were lost in a restart, and the cell that failed before it
+        self._lost = dict.fromkeys(_defined, "are new")  # names that these ranks don't have, and why
         self._start()
         try:
             self._processes.tell(range(world_size), "get", "rank")
@@ -107,7 +106,7 @@ class Ranks(AbstractContextManager):
         compile(code, name, "exec")  # so that code with a syntax error runs on no rank
         self._ask(chosen, "cell", code, name)
         self._lost = {lost: cell for lost, cell in self._lost.items() if lost not in names_in(code)}
-        self._names |= names_in(code)
+        _defined.update(names_in(code))
 
     def __getitem__(self, name: str) -> list:
         """Return a list of this variable's values on all ranks, in rank order.
@@ -209,7 +208,7 @@ class Ranks(AbstractContextManager):
         if not kept:
             processes.end()
             self._start()
-            self._lost = dict.fromkeys(self._names | names, cell)
+            self._lost = dict.fromkeys(_defined | names, f"were restarted after {cell} failed")
         return [*lines, KEPT if kept else GONE]
 
 
@@ -219,6 +218,7 @@ def names_in(code: str) -> set[str]:
     return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
+_defined: set[str] = set()  # the names that cells have defined, on any ranks
 _all: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()  # in the order in which they were opened
 
 
