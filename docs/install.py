@@ -13,7 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-EVERY_S = 8.0  # a line at least this often
+EVERY_S = 5.0  # a line at least this often
+ASIDES = (
+    "WARNING",
+    "Attempting uninstall",
+    "Found existing",
+    "Uninstalling",
+    "Successfully uninstalled",
+)  # in pip's output
 LAST_LINES = 12  # of the output of a step that failed
 SIZES = {"": "7 GB, most of it PyTorch with its CUDA libraries", "cpu": "2 GB, most of it PyTorch's CPU build"}
 MINUTES = {True: "about 2 minutes", False: "4 to 8 minutes"}  # with uv, and with pip, on a fast network
@@ -59,8 +66,11 @@ def run(command: list, log: Path, started_s: float) -> bool:
                 break
             except subprocess.TimeoutExpired:
                 said = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-                now = [line for line in said if line and not line.startswith("WARNING")] or ["starting"]
-                print(f"  {time.monotonic() - started_s:4.0f} s  {now[-1][:100]}", flush=True)
+                now = [line for line in said if line and not line.startswith(ASIDES)] or ["starting"]
+                print(
+                    f"  {time.monotonic() - started_s:4.0f} s, {size_mb(log.parent):5.0f} MB  {now[-1][:90]}",
+                    flush=True,
+                )
     if failed:
         print(f"this command failed: {shlex.join(map(str, command))}", file=sys.stderr)
         print(*log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
@@ -69,6 +79,11 @@ def run(command: list, log: Path, started_s: float) -> bool:
                 "uv doesn't read pip's settings, such as a mirror's address; `make lab UV=` uses pip", file=sys.stderr
             )
     return not failed
+
+
+def size_mb(folder: Path) -> float:
+    """Return how much a folder holds on the disk, in MB of 10^6 bytes."""
+    return 1.024e-3 * int(subprocess.run(["du", "-sk", folder], capture_output=True, text=True).stdout.split()[0])
 
 
 def main(arguments: list[str]) -> int:
