@@ -7,6 +7,7 @@
 # make test-browser every notebook in JupyterLab, in a browser
 # make test-cluster namespaces and a real Slurm on this machine: needs root and Debian packages, says which
 # make test-gpu     eight minutes on this machine's GPUs, with any Python that has PyTorch (PYTHON=python3); installs nothing
+# make test-spawn   as on macOS: ranks are spawned, and neither /proc nor prctl is there
 # make test-imagined CPU ranks, a notebook and `doctor --gpu` beside GPUs that do not exist: needs gcc
 # make test-tools   install transformers and accelerate beside it, and run what compares 13 and 14 with them
 # make test-tools-long their long evidence: kills, eight ranks, every model on three
@@ -18,6 +19,7 @@
 # make slides       the notebooks as slides to project, in slides/   (NOTEBOOKS="03 09")
 # make book         the executed notebooks, README and the glossary as a site, in book/ (installs Sphinx beside it)
 # make test-book    its links, its pictures and its search
+# make links        the links that open this project in Colab, on Kaggle, in a codespace and on a JupyterHub   (HUB=ADDRESS)
 # make offline      one folder, offline/, with all that laptops without a network need   (OFFLINE=DIR)
 # make lint         check the style of the code; `make format` fixes what a program can fix
 # make relock       take the newest versions that the registry serves into requirements.lock
@@ -64,7 +66,7 @@ install_lock = $(PYTHON) docs/install.py --torch '$(TORCH)' --uv '$(UV)'
 # One version of each package for every Python and system; without hashes, so that another build of the same version
 # (PyTorch for the CPU alone, a company's mirror) will do.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra notebooks --extra tests --custom-compile-command 'make relock' pyproject.toml
-.PHONY: lab reset figures handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-gpu test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock run clean
+.PHONY: lab reset figures links handouts slides book offline test test-book test-browser test-long test-mnist test-notebooks test-all test-cluster test-network test-slurm test-gpu test-spawn test-imagined test-oldest test-tools test-tools-long xla xla-all lint format relock run clean
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
@@ -128,6 +130,9 @@ reset:
 figures:
 	$(PYTHON) docs/figures.py
 
+links:
+	@$(PYTHON) docs/links.py $(HUB)
+
 handouts: $(INSTALLED)
 	$(BIN)/python -m fsdp_helpers.cli.lab.handouts $(HANDOUT_ARGS) $(NOTEBOOKS)
 
@@ -179,7 +184,7 @@ test-long: $(INSTALLED)
 	$(PYTEST) -m "long and $(PLAIN)" $(LONG_ARGS) tests
 
 # Everything, in one list; what this machine lacks is said, and left out.
-SLOWER := test-long test-tools-long test-book test-mnist test-imagined test-browser test-network test-slurm test-oldest xla
+SLOWER := test-long test-spawn test-tools-long test-book test-mnist test-imagined test-browser test-network test-slurm test-oldest xla
 test-all: test
 	@for target in $(SLOWER); do \
 	  if why=$$($(MAKE) --silent --no-print-directory can-$$target 2> /dev/null); then $(MAKE) $$target || exit 1; \
@@ -209,6 +214,15 @@ test-slurm: $(INSTALLED)
 test-gpu:
 	@env -u MPLCONFIGDIR -u TORCHINDUCTOR_CACHE_DIR -u HF_HOME PYTHONPATH='$(CURDIR):$(CURDIR)/tests'"$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  $(PYTHON) -m on_gpu
+
+# tests/without_proc hides from the package what only Linux has.
+test-spawn: export FSDP_START_METHOD := spawn
+test-spawn: export PYTHONPATH := $(CURDIR)/tests/without_proc
+test-spawn: $(INSTALLED)
+	@mkdir -p $(CACHE)
+	$(PYTEST) -m "not long and $(PLAIN)" tests/ranks
+	$(PYTEST) -m "not long" -k "equals_local_without or five_steps or killed_on or killed_from" tests/sharding/test_strategies.py tests/checkpointing/test_resume.py
+	$(PYTEST) --nbmake --timeout=1200 $(foreach number,00 03 06,$(wildcard notebooks/$(number)_*.ipynb))
 
 # A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs.
 test-imagined: $(INSTALLED)
