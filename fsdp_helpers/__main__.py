@@ -118,8 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return explain_command(options)
     if problem := _wrong_place(options):  # checked on every rank, at every restart, before torch is loaded
         return _complain(BAD_INPUT, problem)
-    if options.command in ("train", "compare") and not started_as_rank():
-        server.ensure_running()
     from fsdp_helpers.checkpointing.folder import CheckpointError
     from fsdp_helpers.data.source import DataError
     from fsdp_helpers.progress import in_lines
@@ -164,12 +162,15 @@ def run() -> NoReturn:
 
 
 def _wrong_place(options: argparse.Namespace) -> str:
-    """Return what's wrong with torchrun's environment variables, or "" if they're fine or torchrun isn't used."""
-    if options.command == "train" and started_as_rank():
-        try:
-            read_place()
-        except ValueError as error:
-            return str(error)
+    """Return what's wrong with the variables that say how ranks start, or "" if they're fine; start the server then."""
+    try:
+        if started_as_rank():
+            if options.command == "train":
+                read_place()
+        elif options.command in ("train", "compare"):
+            server.ensure_running()
+    except ValueError as error:
+        return str(error)
     return ""
 
 

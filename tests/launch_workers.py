@@ -242,6 +242,9 @@ def start_processes():
         os._exit(0)
     in_background = subprocess.run(["sh", "-c", "sleep 600 >&2 & echo $!"], stdout=subprocess.PIPE, check=True)
     shell = ["sh", "-c", "sleep 600 & echo $!; wait"]  # its child is nobody else's until the shell has ended
+    own = (
+        {"env": {}} if server.adopts() else {}
+    )  # without a server, processes are found by what their environment holds
     family = subprocess.Popen(shell, stdout=subprocess.PIPE, start_new_session=True)
     return [
         int(os.read(read_end, 20)),
@@ -249,7 +252,7 @@ def start_processes():
         family.pid,
         int(family.stdout.readline()),
         subprocess.Popen(SLEEPER).pid,
-        subprocess.Popen(SLEEPER, start_new_session=True, env={}).pid,
+        subprocess.Popen(SLEEPER, start_new_session=True, **own).pid,
         start_forked_child().pid,
     ]
 

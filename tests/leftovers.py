@@ -6,7 +6,10 @@ import sys
 import time
 import uuid
 from collections.abc import Set
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 PROJECT = Path(__file__).resolve().parent.parent
 SESSION_VARIABLE, SESSION_MARK = "FSDP_TESTS_SESSION", uuid.uuid4().hex
@@ -14,8 +17,8 @@ END_S = 60.0  # processes that are on their way out get this long, also on a bus
 
 
 def process_ids() -> set[int]:
-    """Every process of this machine, where /proc lists them."""
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    """Every process of this machine that is visible here."""
+    return set(psutil.pids())
 
 
 def end_processes(pids: set[int]) -> None:
@@ -46,28 +49,25 @@ def processes_of_this_session(shared: Set[int] = frozenset()) -> dict[int, str]:
 
 
 def _marked_processes():
-    mark = f"{SESSION_VARIABLE}={SESSION_MARK}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in _environment_of(folder) and int(folder.name) != os.getpid():
-                yield int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-        except (OSError, ValueError):
-            continue  # it ended meanwhile, or is not ours to read
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it ended meanwhile, or is not ours to read
+            if process.pid != os.getpid() and _environment_of(process).get(SESSION_VARIABLE) == SESSION_MARK:
+                yield process.pid, " ".join(process.cmdline())
 
 
-def _environment_of(process: Path) -> bytes:
+def _environment_of(process: psutil.Process) -> dict[str, str]:
     """While a program is being loaded it has none, for a moment; kernel threads, without a program, never have."""
     for _ in range(10):
-        if (environment := (process / "environ").read_bytes()) or not (process / "exe").exists():
+        if (environment := process.environ()) or not process.exe():
             return environment
         time.sleep(0.01)
-    return b""
+    return {}
 
 
 def _is_own_helper(pid: int, command: str) -> bool:
     """The fork server's children have its command line too; they are not children of this process."""
     try:
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
+        parent = psutil.Process(pid).ppid()
+    except psutil.Error:
         return True
     return parent == os.getpid() and ("multiprocessing.forkserver" in command or "resource_tracker" in command)

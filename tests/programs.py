@@ -11,6 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
+
+from fsdp_helpers.ranks.server import start_method
 
 TESTS = Path(__file__).resolve().parent
 PATIENCE_S = 240.0  # for whatever has to come; only a test that fails waits so long
@@ -18,6 +21,9 @@ PATIENCE_S = 240.0  # for whatever has to come; only a test that fails waits so 
 OWN_PEAK_KB = "next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))"
 # Where the tests run under `nohup ... &`, interrupts are ignored, and every process inherits that.
 RESTORE_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
+needs_server = pytest.mark.skipif(start_method() == "spawn", reason="about the server, and FSDP_START_METHOD is spawn")
 
 
 class Killed(BaseException):

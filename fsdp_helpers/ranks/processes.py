@@ -62,11 +62,12 @@ class Processes(AbstractContextManager):
         ours, theirs = ([[pipe[side] for pipe in own] for own in pipes] for side in (0, 1))
         self._links = [link for link, *_ in ours]
         self._outputs = {end: (rank, i) for rank, (_, *ends) in enumerate(ours) for i, end in enumerate(ends)}
-        arguments = body, world_size, device, self.folder.name, dict(os.environ), theirs
+        self._mark = "" if server.adopts() else self.folder.name
+        environment = os.environ | ({server.MARK: self._mark} if self._mark else {})
+        arguments = body, world_size, device, self.folder.name, environment, theirs
         try:
-            with server.interrupts_wait(), server.start_lock:
-                server.ensure_running()
-                started = start_processes(run_rank, arguments, world_size, join=False, start_method="forkserver")
+            with server.interrupts_wait(), server.start_lock, server.ready_to_start(self._mark) as method:
+                started = start_processes(run_rank, arguments, world_size, join=False, start_method=method)
                 self._processes = started.processes
         except BaseException:
             self.end()
@@ -251,6 +252,8 @@ class Processes(AbstractContextManager):
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what it has started, unless a server has adopted that
             server.end_orphans()
+            if self._mark and self._processes:
+                server.end_marked(self._mark)
             self._read_outputs()
             self._processes = []
             self.folder.cleanup()

@@ -3,6 +3,8 @@
 It has already loaded torch, so a rank starts in a fraction of a second. It loads none of your modules, so an edit takes
 effect at the next launch. When a process dies, its children live on under a new parent: on Linux, the nearest ancestor
 that has registered as a "subreaper". The server and each rank do so, and kill the processes that they adopt.
+
+On macOS, ranks are spawned instead, without a server (`start_method`).
 """
 
 import atexit
@@ -18,7 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -42,6 +44,10 @@ PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
 FOLDERS = "FSDP_HELPERS_FOLDERS"  # holds the pattern of the folders to remove; set only in the server's environment
 FOLDER = "fsdp_helpers-{}-"  # how the names of a process's private folders begin; its id goes in the braces
 LOOK_S = 0.5  # between two checks that the server's parent is alive
+START_METHOD = "FSDP_START_METHOD"  # the variable that chooses how ranks start
+MARK = (
+    "FSDP_HELPERS_GROUP"  # in the environment of ranks, if no server adopts what they leave: the name of their folder
+)
 
 start_lock = threading.RLock()  # held while ranks are started, so that a fresh one isn't mistaken for an orphan
 is_rank = False  # `run_rank` sets it
@@ -50,15 +56,45 @@ is_rank = False  # `run_rank` sets it
 # ---------------------------------------------------------------- in the process that launches
 
 
-def ensure_running() -> None:
-    """Start the server unless it's running; it then loads torch while the notebook or the command does.
+def start_method() -> str:
+    """Return how ranks start: "forkserver", or "spawn" if FSDP_START_METHOD says so, and by default on macOS.
 
-    The server and the ranks block interrupts for good, because Jupyter interrupts a kernel's whole process group.
+    There, Apple's libraries may abort a process that was forked without a new program. A spawned rank is a new Python,
+    which takes seconds to load torch. Raises ValueError if the variable has any other value.
     """
+    chosen = os.environ.get(START_METHOD) or ("spawn" if sys.platform == "darwin" else "forkserver")
+    if chosen not in ("forkserver", "spawn"):
+        raise ValueError(f"{START_METHOD} is {chosen!r}, but should be forkserver or spawn")
+    return chosen
+
+
+def adopts() -> bool:
+    """Return True if the server adopts what ranks leave behind: on Linux, if there is one."""
+    return sys.platform == "linux" and start_method() == "forkserver"
+
+
+def ensure_running() -> None:
+    """Start the server unless it's running; it then loads torch while the notebook or the command does."""
+    with ready_to_start(""):
+        pass
+
+
+@contextmanager
+def ready_to_start(folder: str) -> Iterator[str]:
+    """Start the server unless it's running or isn't needed; yield the method by which ranks start in the block.
+
+    `folder` is that of the ranks, which serves as their mark. The server and the ranks block interrupts for good, because Jupyter interrupts a kernel's whole process group.
+    """
+    method = start_method()
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    folders = f"{glob.escape(tempfile.gettempdir())}/{FOLDER.format(os.getpid())}*"
     tunables = ":".join(filter(None, [MALLOC_TUNABLES, os.environ.get("GLIBC_TUNABLES")]))
-    variables = {"PYTHONPATH": path, FOLDERS: folders, "GLIBC_TUNABLES": tunables}
+    variables = {"PYTHONPATH": path, "GLIBC_TUNABLES": tunables}
+    if folder and not adopts():
+        variables[MARK] = folder
+    if method == "forkserver":
+        variables[FOLDERS] = f"{glob.escape(tempfile.gettempdir())}/{FOLDER.format(os.getpid())}*"
+    if sys.platform == "darwin":  # so that the server, and a rank's data loader, can fork
+        variables["OBJC_DISABLE_INITIALIZE_FORK_SAFETY"] = "YES"
     resource_tracker.ensure_running()  # comes first, because starting it unblocks interrupts
     signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with start_lock:
@@ -66,8 +102,10 @@ def ensure_running() -> None:
         os.environ.update(variables)
         try:
             _tidy_up_on_sigterm()
-            multiprocessing.set_forkserver_preload(PRELOADED)
-            forkserver.ensure_running()
+            if method == "forkserver":
+                multiprocessing.set_forkserver_preload(PRELOADED)
+                forkserver.ensure_running()
+            yield method
         finally:
             for name in variables:
                 del os.environ[name]
@@ -138,7 +176,7 @@ def end_own_children() -> None:
     end_children(os.getpid())
 
 
-def end_children(pid: int, spare: Iterable[int] = ()) -> None:
+def end_children(pid: int, spare: Collection[int] = ()) -> None:
     """Kill a process's children, and their children once they're orphaned, until none are left."""
     while left := _children(pid) - set(spare):
         for child in left:
@@ -161,18 +199,40 @@ def _children(pid: int) -> set[int]:
     return set(map(int, found.split()))
 
 
+def end_marked(mark: str) -> None:
+    """Kill everything that the ranks with this mark have started, and what that has started; for where no server adopts.
+
+    A process's mark is in its environment, which it passes on. One that's started with another environment isn't found.
+    """
+    import psutil  # not above, because the server has to watch its parent first
+
+    found = True
+    while found:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):  # it has ended, or is someone else's
+                if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                    process.kill()
+                    found.append(process)
+        psutil.wait_procs(found, timeout=1.0)
+
+
 def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
     """Adopt this process's orphaned descendants; when its parent exits or is killed, kill them all, then exit.
 
     Folders that match the pattern `folders` are removed, too. `wait_for_parent` returns when the parent exits.
     """
     os.setsid()  # Jupyter kills a kernel together with its process group
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if hasattr(system := ctypes.CDLL(None), "prctl"):
+        system.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    mark = os.environ.get(MARK)
 
     def watch() -> None:
         wait_for_parent()
         try:
+            if mark:
+                end_marked(mark)
             tidy_up(folders)
         finally:
             os._exit(1)

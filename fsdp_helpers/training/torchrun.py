@@ -31,12 +31,12 @@ def started_as_rank() -> bool:
 def end_with_agent() -> None:
     """Have Linux kill this rank if its torchrun is killed; otherwise, it would keep training during the next run.
 
-    This process doesn't notice if torchrun was killed while the process was starting. In that case, the lock on the
-    checkpoint folder keeps the next run from writing at the same time.
+    This process doesn't notice if torchrun was killed while the process was starting, or on another system. In these
+    cases, the lock on the checkpoint folder keeps the next run from writing at the same time.
     """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(system := ctypes.CDLL(None), "prctl"):
         agent = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        system.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != agent:
             sys.exit("torchrun was killed")
 

@@ -13,10 +13,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 from leftovers import SESSION_VARIABLE
 from programs import TESTS, is_running, wait_until
+
+from fsdp_helpers.ranks.server import start_method
 
 PATIENCE_S = 200.0  # for a cell, also on a busy machine
 SET_UP = """
@@ -87,7 +90,8 @@ class Kernel:
         """End the kernel as JupyterLab does, and see that all goes with it: processes and temporary files."""
         processes = self.processes()
         kept = [path.name for path in self.temporary_files()]  # besides, that of ranks that are still open
-        assert any(name.startswith("pymp-") for name in kept), "the fork server's socket lies there"
+        with_server = start_method() == "forkserver"
+        assert any(name.startswith("pymp-") for name in kept) == with_server, "the fork server's socket lies there"
         assert any(name.startswith("tmp") for name in kept), "a cell keeps it"
         self.client.stop_channels()
         self.manager.shutdown_kernel()
@@ -100,10 +104,7 @@ class Kernel:
 
 
 def descendants(pid: int) -> set[int]:
-    children = [
-        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
-    ]
-    return set(children).union(*(descendants(child) for child in children))
+    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
 
 
 def ended(pids: set[int]) -> bool:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import launch_workers as workers
 import pytest
-from programs import is_running, running_python, wait_until
+from programs import has_ended, is_running, needs_server, running_python, wait_until
 
 from fsdp_helpers.ranks.errors import Answer, Failure
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
@@ -57,6 +57,7 @@ def test_variables_as_under_torchrun_and_a_share_of_the_cores(ranks):
     assert [rank["num_threads"] for rank in ranks] == [max(1, cores // 3)] * 3
 
 
+@needs_server
 def test_the_garbage_collector_passes_over_what_the_server_has_loaded(ranks):
     assert min(rank["num_frozen"] for rank in ranks) > 50_000  # torch alone brings several times as many objects
 
@@ -296,14 +297,14 @@ def test_interrupted_while_starting_interrupted_while_running_and_killed(tmp_pat
         start_hanging(process)
         pids = written_pids(tmp_path)
         interrupt(process, tmp_path)
-        assert not any(is_running(pid) for pid in pids)
+        assert all(has_ended(pid) for pid in pids)
 
         start_hanging(process)
         pids = written_pids(tmp_path)
         assert launch_folders(tmp_path) != []
         process.kill()
         _, errors = process.communicate(timeout=240)
-        assert wait_until(lambda: not any(is_running(pid) for pid in pids))
+        assert wait_until(lambda: all(has_ended(pid) for pid in pids))
         assert wait_until(lambda: launch_folders(tmp_path) == [])
         assert errors == ""
 

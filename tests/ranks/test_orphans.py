@@ -5,7 +5,7 @@ from pathlib import Path
 
 import launch_workers as workers
 import pytest
-from programs import is_running
+from programs import has_ended
 
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
 
@@ -36,4 +36,4 @@ def end_a_launch(end: str, folder: Path) -> list[int]:
 def test_what_a_worker_started_ends_with_the_launch(end, tmp_path):
     pids = end_a_launch(end, tmp_path)
     assert len(pids) == 8
-    assert not any(is_running(pid) for pid in pids)  # at once, without a moment's grace
+    assert all(has_ended(pid) for pid in pids)  # at once, without a moment's grace

@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 from leftovers import PROJECT
-from programs import has_ended, running, running_python, wait_until
+from programs import has_ended, needs_server, running, running_python, wait_until
 
 from fsdp_helpers.ranks.launch import RankError
 from fsdp_helpers.ranks.processes import Processes
@@ -28,6 +28,7 @@ while not began.exists() or not began.read_text():
 """
 
 
+@needs_server
 def test_an_extension_that_is_loaded_starts_a_server_which_ends_with_the_notebook_even_while_it_loads_torch(tmp_path):
     (tmp_path / "torch").mkdir()
     began = tmp_path / "torch" / "began"
@@ -96,6 +97,7 @@ def work(rank, world_size):
 """
 
 
+@needs_server
 @pytest.mark.long
 def test_a_python_with_settings_of_its_own(tmp_path):
     """A worker that `%%writefile` put beside the notebook, and the reader's allocator settings.
