@@ -74,13 +74,6 @@ def stop_rank_1(rank, world_size, sharding):
     dist.barrier()
 
 
-def all_reduce_late(rank, world_size, late_s):
-    time.sleep(rank * late_s)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
-
-
 def return_environment(rank, world_size):
     return dict(os.environ)
 

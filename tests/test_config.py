@@ -111,25 +111,6 @@ def test_a_run_with_checkpoints():
     assert (TrainConfig().checkpoint_dir, TrainConfig().resume) == (None, False)  # nobody saves unasked
 
 
-def test_hybrid_needs_two_groups_of_two():
-    config = TrainConfig(strategy="fsdp", sharding="hybrid", global_batch_size=60)
-    config.check_world_size(4)
-    for world_size in (1, 2, 3, 5):
-        with pytest.raises(ValueError, match=f"two groups of at least two ranks, but world_size is {world_size}"):
-            config.check_world_size(world_size)
-
-
-def test_only_fsdp1_needs_an_accelerator_to_offload():
-    for strategy, api, device in [
-        ("fsdp-offload", "fsdp1", "cuda"),
-        ("fsdp-offload", "fsdp2", "cpu"),
-        ("fsdp", "fsdp1", "cpu"),
-    ]:
-        TrainConfig(strategy=strategy, api=api).check_device(device)
-    with pytest.raises(ValueError, match="pinning needs an accelerator.*Use api 'fsdp2'"):
-        TrainConfig(strategy="fsdp-offload", api="fsdp1").check_device("cpu")
-
-
 def test_micro_batches_must_divide_a_ranks_images():
     config = TrainConfig(strategy="ddp", global_batch_size=24, micro_batches=4)
     config.check_world_size(2)

@@ -127,11 +127,6 @@ def test_reports_are_thinned_out_but_the_last_arrives(reports):
     assert reports[-1] == (1000, 1000, "title", "", None, None)
 
 
-def test_without_a_listener_reports_are_dropped():
-    assert not progress.wants_report(1, 1)
-    progress.report(1, 1, "title")
-
-
 def test_what_this_very_process_does_is_drawn(page):
     assert list(progress.drawn("abc", "letters")) == ["a", "b", "c"]
     with progress.timed("work"):

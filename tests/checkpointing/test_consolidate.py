@@ -344,13 +344,6 @@ def check_refused(given, out, message, capfd):
     assert before == (sorted(os.listdir(out.parent)) if out.parent.is_dir() else None)
 
 
-def test_what_is_no_checkpoint(tmp_path, capfd):
-    (tmp_path / "file").write_text("text")
-    (tmp_path / "empty").mkdir()
-    for given in ("file", "empty", "none"):
-        check_refused(tmp_path / given, tmp_path / "model.pt", f"{tmp_path / given} isn't a checkpoint", capfd)
-
-
 @pytest.mark.parametrize(
     "out, message",
     [

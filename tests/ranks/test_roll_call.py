@@ -22,17 +22,6 @@ def test_a_rank_that_is_stopped_is_named():
     assert error.value.rank != 1
 
 
-def test_a_rank_that_is_late_fails_nobody():
-    """It comes within the time-out."""
-    assert launch(workers.all_reduce_late, 1.0, world_size=2, device="cpu", group_timeout_s=240.0) == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
-def test_a_time_out_that_is_none_is_refused(timeout_s):
-    with pytest.raises(ValueError, match="it must be a number of seconds above 0"):
-        launch(workers.return_rank, world_size=1, group_timeout_s=timeout_s)
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -44,7 +44,3 @@ def test_packages_are_libraries_wherever_they_are(library):
 )
 def test_a_place_is_a_line_of_the_readers_if_there_is_one(frames, place):
     assert stacks.describe(stack([*frames, *BODY])) == place
-
-
-def test_a_rank_that_has_written_nothing_is_still_starting():
-    assert stacks.describe("") == "was still starting" and not stacks.is_in_collective("")

@@ -8,7 +8,6 @@ from torch import nn
 
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.sharding.gradients import hold_back_reduction
 from fsdp_helpers.training.loop import add_up_gradients
 
 WAYS = [("ddp", "fsdp2")] + [(strategy, api) for strategy in ("fsdp", "fsdp-auto-wrap") for api in ("fsdp1", "fsdp2")]
@@ -87,13 +86,6 @@ def test_within_the_block_a_gradient_is_the_ranks_own():
     assert own == (1.0, 2.0)  # rank + 1
     # with a second backward the ranks have 1 + 1 and 2 + 2; the mean is 3
     assert reduced == (3.0, 3.0)
-
-
-def test_one_process_has_nothing_to_hold_back():
-    model = nn.Linear(1, 1, bias=False)
-    with hold_back_reduction(model):
-        model(torch.ones(1, 1)).sum().backward()
-    assert model.weight.grad.item() == 1.0
 
 
 def test_add_up_gradients_returns_the_mean_loss():

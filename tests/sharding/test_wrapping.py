@@ -63,10 +63,6 @@ def test_the_chosen_units(policy, shallow, deep):
     assert choose_units(model_without_values("deep"), POLICIES[policy]) == deep
 
 
-def test_no_policy_no_units():
-    assert choose_units(model_without_values("shallow"), None) == []
-
-
 def test_what_a_unit_inside_has_taken_does_not_count_again():
     # inner: 10 x 10 + 10 = 110; outer has 110 + 30 more of its own. Threshold 100: inner is a unit, 30 are too few.
     inner, extra = nn.Linear(10, 10), nn.Linear(5, 5)
@@ -92,11 +88,6 @@ def test_settings_of_a_single_unit_are_refused():
     policy = CustomPolicy(lambda module: {"sharding_strategy": "full"} if isinstance(module, nn.Linear) else False)
     with pytest.raises(ValueError, match="for a Linear, but only FSDP1 supports settings per unit"):
         choose_units(model_without_values("shallow"), policy)
-
-
-def test_a_negative_threshold_is_refused():
-    with pytest.raises(ValueError, match="min_num_params is -1; it must be 0 or more"):
-        size_policy(-1)
 
 
 def test_both_apis_have_the_units_that_were_chosen():

@@ -108,10 +108,6 @@ def test_a_module_that_lacks_a_package_is_left_out_and_a_broken_one_fails(monkey
     assert finding.result == FAIL and "no_such_name" in finding.measured
 
 
-def test_no_cell_breaks_the_table():
-    assert str(Finding("a", "b|c", "d\ne", FAIL)) == "| a | b\\|c | d e | WRONG |"
-
-
 def test_the_last_line_counts():
     results = [
         gpu.Result(title="", numbers={}, findings=tuple(Finding(what, "", "", what) for what in (PASS, NOTE, SKIP)))

@@ -72,12 +72,6 @@ def test_a_row_is_as_high_as_its_highest_cell():
     assert len(shown(code("t", table))) == 2
 
 
-def test_no_part_is_higher_than_the_room():
-    heights = {"low": 100.0, "high": 300.0}
-    assert list(slides.in_parts(["low", "low", "high"], 400.0, heights.__getitem__)) == [["low", "low"], ["high"]]
-    assert list(slides.in_parts(["high"], 200.0, heights.__getitem__)) == [["high"]]
-
-
 def test_text_is_shown_without_its_folds():
     text = "## What you can now explain\n\n- This.\n\n<details><summary>Answers</summary>No.</details>"
     ((heading, kind, said),) = shown(markdown(text, **SLIDE))
