@@ -1,7 +1,13 @@
-"""What Sphinx has to know of these pages: JupyterLab's anchors, outputs that need a kernel, words of the glossary."""
+"""What Sphinx has to know of these pages: JupyterLab's anchors, outputs that need a kernel, figures' descriptions, words.
+
+The words are those of the glossary.
+"""
 
 import json
 import re
+from base64 import b64decode
+from hashlib import sha256
+from pathlib import PurePosixPath
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -9,6 +15,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 GLOSSARY = "notebooks/GLOSSARY"
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+)\)")  # to a folder, it leads nowhere on a site
+DESCRIPTIONS: dict[str, str] = {}  # of all pictures so far, by the digests that name their files
 CONTENTS = """
 ```{toctree}
 :hidden:
@@ -42,11 +49,28 @@ def prepare(app: Sphinx, name: str, source: list[str]) -> None:
                 cell["outputs"] = []
             elif "outputs" in cell:
                 cell["outputs"] = [one for one in cell["outputs"] if not needs_a_kernel(one)]
+                DESCRIPTIONS.update(map(described, filter(has_description, cell["outputs"])))
         source[0] = json.dumps(notebook)
 
 
 def needs_a_kernel(output: dict) -> bool:
     return "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+
+
+def has_description(output: dict) -> bool:
+    return "alt" in output.get("metadata", {}).get("image/png", {})
+
+
+def described(output: dict) -> tuple[str, str]:
+    """Return the stem of the file that myst-nb writes for a figure, and the figure's description."""
+    picture = "".join(output["data"]["image/png"])
+    return sha256(b64decode(picture)).hexdigest(), output["metadata"]["image/png"]["alt"]
+
+
+def describe_pictures(app: Sphinx, page: nodes.document) -> None:
+    """Give each figure its description, in place of its file's name."""
+    for image in page.findall(nodes.image):
+        image["alt"] = DESCRIPTIONS.get(PurePosixPath(image["uri"]).stem, image.get("alt", ""))
 
 
 def words_in(text: str) -> list[str]:
@@ -79,5 +103,6 @@ class GlossaryLinks(SphinxPostTransform):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", prepare)
+    app.connect("doctree-read", describe_pictures)
     app.add_post_transform(GlossaryLinks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

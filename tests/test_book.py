@@ -36,7 +36,15 @@ def test_it_opens_from_its_folder_alone_and_every_picture_is_described(book):
         page = path.read_text()
         assert [one for one in loaded_files(page) if "://" in one] == [], path.name
         for picture in BeautifulSoup(page, "html.parser").select("article img"):
-            assert len(picture.get("alt", "")) > 10, f"{path.name}: {picture['src'][:60]}"
+            assert len(words := picture.get("alt", "")) > 10, f"{path.name}: {picture['src'][:60]}"
+            assert not words.endswith((".png", ".svg")), f"{path.name}: a file's name instead of a description"
+
+
+def test_a_figure_has_the_description_of_its_cell(book):
+    cells = nbformat.read(PROJECT / "notebooks" / "03_fsdp.ipynb", as_version=4).cells
+    metadata = [one.get("metadata", {}).get("image/png", {}) for cell in cells for one in cell.get("outputs", [])]
+    page = BeautifulSoup((book / "notebooks" / "03_fsdp.html").read_text(), "html.parser")
+    assert {one["alt"] for one in metadata if "alt" in one} <= {one["alt"] for one in page.select("article img")}
 
 
 def test_no_output_needs_a_kernel_and_no_exercise_shows_its_error(book):

@@ -128,8 +128,8 @@ def of_listing(code: str, lexer: PythonLexer | DiffLexer, printed: str = "") -> 
 
     parts = [
         f'<pre class="{kind}" style="font-size:{size_px:.1f}px">{colored(part)}</pre>'
-        for text, kind, colored in zip(texts, ("listing", "printed"), (_colored(lexer), _plain), strict=False)
-        for part in in_parts(text.splitlines(), CODE_HEIGHT, height_of)
+        for text, kind, colored in zip(texts, ("highlight", "printed"), (_colored(lexer), _plain), strict=False)
+        for part in split_listing(text, CODE_HEIGHT, height_of)
     ]
     fits = sum(map(height_of, lines)) <= CODE_HEIGHT
     yield from (("code", part) for part in (["".join(parts)] if fits else parts))
@@ -158,6 +158,19 @@ def in_parts(lines: list[str], room_px: float, height_of: Callable[[str], float]
         if all(sum(heights[number] for number in part) <= room_px for part in parts) or num_parts == len(lines):
             yield from ([lines[number] for number in part] for part in parts)
             return
+
+
+def split_listing(text: str, room_px: float, height_of: Callable[[str], float]) -> Iterator[list[str]]:
+    """Yield the lines in groups that are at most `room_px` high, split between methods if each method has the room."""
+    blocks = re.split(r"\n\n(?= +(?:@|def |class ))", text)
+
+    def height_of_block(block: str) -> float:
+        return sum(map(height_of, block.splitlines())) + height_of("")
+
+    if all(height_of_block(block) <= room_px for block in blocks):
+        yield from ("\n\n".join(part).splitlines() for part in in_parts(blocks, room_px, height_of_block))
+    else:
+        yield from in_parts(text.splitlines(), room_px, height_of)
 
 
 def title_slide(notebook: nbformat.NotebookNode) -> str:

@@ -20,7 +20,15 @@ from pathlib import Path
 from fsdp_helpers.measuring.unit_trace import RankUnits, UnitTrace
 from fsdp_helpers.quantities import in_mb
 from fsdp_helpers.records import Collective
-from fsdp_helpers.teaching.figures.style import FONT, IN_WORDS, OP_COLORS, PEAK_COLOR, STATE_COLORS, height_of
+from fsdp_helpers.teaching.figures.style import (
+    FONT,
+    IN_WORDS,
+    OP_COLORS,
+    PEAK_COLOR,
+    RUN_FIRST,
+    STATE_COLORS,
+    height_of,
+)
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
 WIDTH, HEIGHT = 960, 590
@@ -155,7 +163,7 @@ def player(step: UnitTrace) -> object:
     scrub.observe(show, "value")
     ipywidgets.jslink((play, "value"), (scrub, "value"))
     show()
-    return ipywidgets.VBox([ipywidgets.HBox([play, scrub]), shown])
+    return ipywidgets.VBox([ipywidgets.HBox([play, scrub]), shown, ipywidgets.Label(RUN_FIRST)])
 
 
 def in_words(step: UnitTrace) -> str:
@@ -317,8 +325,8 @@ def in_progress(step: UnitTrace) -> list[tuple[str, Collective]]:
 def captions(step: UnitTrace) -> list[tuple[str, float, float]]:
     """Return a caption for each phase on rank 0, with start and end times."""
     phases = step.ranks[0].trace.curve.phases
-    more = "; then the unit is resharded" if len(step.units) > 1 else ""
-    texts = {**CAPTIONS, "forward": CAPTIONS["forward"] + more}
+    of_units = {"forward": "Forward: each unit is unsharded for its own pass, then resharded"}
+    texts = CAPTIONS | (of_units if len(step.units) > 1 else {})
     ends_s = [*(later.start_s for later in phases[1:]), inf]
     return [(texts[phase.name], phase.start_s, end_s) for phase, end_s in zip(phases, ends_s, strict=True)]
 

@@ -17,6 +17,7 @@ from fsdp_helpers.teaching.figures.style import (
 )
 from fsdp_helpers.training.palette import FRAME_COLOR, TEXT_COLOR
 
+BOX_COLOR = "#e5e7eb"  # opaque, so that its text is as readable on a black page
 WORK_COLORS = {"F": FRAME_COLOR, "B": TEXT_COLOR}  # as in `draw_streams`
 
 
@@ -34,8 +35,8 @@ def draw_meshes(meshes: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -
             for rank in range(4):
                 row, column = divmod(rank, 2)
                 lines = f"rank {rank}\n{has[rows][row]}\n{has[columns][column]}"
-                ax.add_patch(plt.Rectangle((column, row), 0.94, 0.9, facecolor=(FRAME_COLOR, 0.25)))
-                ax.text(column + 0.47, row + 0.45, lines, ha="center", va="center", color="black")
+                ax.add_patch(plt.Rectangle((column, row), 0.94, 0.9, facecolor=BOX_COLOR))
+                ax.text(column + 0.47, row + 0.45, lines, ha="center", va="center", color=ink_on(BOX_COLOR))
             ax.set_title(f"{rows} × {columns}")
             ax.set_xlabel(f"{columns} →")
             ax.set_ylabel(f"← {rows}")

@@ -45,20 +45,21 @@ STRATEGY_COLORS = {
 # For runs, ranks and units, in this order; strategies have their own.
 SERIES_COLORS = ("#6b7280", BLUE, ORANGE, VERMILION, GREEN, PURPLE)
 PHASE_COLORS = {"forward": "#38bdf82e", "backward": "#f59e0b2e", "step": "#9ca3af2e"}  # translucent
-# Darker, since numbers are written on them in white.
+# Darker, since numbers are written on them in white, but still visible on a black page.
 OP_COLORS = {
     "all_gather": "#00735c",
     "reduce_scatter": "#b34700",
     "all_reduce": BLUE,
-    "broadcast": "#6b21a8",
-    "all_to_all": "#661100",
-    "send": "#111827",
+    "broadcast": "#8b3fd1",
+    "all_to_all": "#b0357f",
+    "send": "#7c6a00",
 }
 REDUCING = ("reduce_scatter", "all_reduce")
 HATCH = "////"  # one meaning in every figure: gradients of a rank's own images, not yet averaged
 PEAK_COLOR = "#c2500a"
 MARKERS = ("o", "s", "^", "D", "v", "P")
 IN_WORDS = "font-size:0.85em;opacity:0.8;max-width:60em"
+RUN_FIRST = "If the controls do nothing, run this cell first: a saved page only shows them."
 FONT = "system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"  # for drawings in SVG
 STYLE = {
     **TEXT_STYLE,

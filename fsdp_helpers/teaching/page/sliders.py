@@ -12,7 +12,7 @@ from fsdp_helpers.planning.models import NAMED_MODELS, Subject, named_subject
 from fsdp_helpers.planning.plan import Cluster, Plan, Settings, make_plan
 from fsdp_helpers.quantities import GB
 from fsdp_helpers.teaching.figures.plans import plot_waterfall
-from fsdp_helpers.teaching.figures.style import described_png
+from fsdp_helpers.teaching.figures.style import RUN_FIRST, described_png
 
 CHOICES: dict[str, tuple] = {
     "model": NAMED_MODELS,
@@ -106,7 +106,7 @@ def plan_controls(**chosen: Any) -> Controls | Figure:
     for control in controls.values():
         control.observe(draw, "value")
     row = ipywidgets.HBox(list(controls.values()), layout={"flex_flow": "row wrap"})
-    return Controls(ipywidgets.VBox([row, image]), picture, metadata)
+    return Controls(ipywidgets.VBox([row, image, ipywidgets.Label(RUN_FIRST)]), picture, metadata)
 
 
 def _png(fig: Figure) -> tuple[str, dict[str, Any]]:

@@ -55,6 +55,25 @@ def test_long_code_goes_on_on_the_next_slide_in_type_that_can_be_read():
     assert len(done) == 3 and "".join(text for _, _, text in done).split() == source.split()
 
 
+def test_a_class_goes_on_between_two_methods():
+    body = "        x = 1\n" * 8
+    methods = "\n".join(f"    def method_{number}(self):\n{body}" for number in range(7))
+    done = shown(code(f"class Long:\n{methods}", nbformat.v4.new_output("stream", text="")))
+    assert len(done) > 1 and all(text.lstrip().startswith(("class", "def ")) for _, _, text in done)
+    assert "".join(text for _, _, text in done).split() == f"class Long:\n{methods}".split()
+
+
+def test_code_has_colors_and_differences_red_and_green():
+    """Each class that the highlighter writes has a rule in the page's style, and the rule's selector finds it."""
+    text = "# 20\n\n```diff\n-old = 1\n+new = 2\n```\n"
+    cell = nbformat.v4.new_code_cell("for x in y: pass", metadata=SLIDE)
+    page = slides.deck(nbformat.v4.new_notebook(cells=[markdown("# 20"), markdown(text, **SLIDE), cell]))
+    soup, colors = BeautifulSoup(page, "html.parser"), {}
+    for selector, color in re.findall(r"^(\.highlight \.\w+) \{ color: (#\w{6})", page, re.MULTILINE):
+        colors |= {found.get_text().strip(): color for found in soup.select(selector)}
+    assert colors["for"] == "#008000" and (colors["-old = 1"], colors["+new = 2"]) == ("#A00000", "#008400")
+
+
 def test_a_table_has_no_links_and_goes_on_under_the_same_head():
     rows = "| [one](x.ipynb) | 2 |\n" * 40
     table = nbformat.v4.new_output("display_data", {"text/markdown": f"| name | n |\n| :-- | --: |\n{rows}"})

@@ -5,6 +5,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib import get_data_path
+from matplotlib.ft2font import FT2Font
 
 from fsdp_helpers.measuring.unit_trace import read_unit_trace
 from fsdp_helpers.quantities import MB
@@ -35,6 +37,15 @@ def test_the_kept_picture_is_that_of_the_kept_trace(step, kept):
     assert kept == animation.animated(step).svg, "run `python -m fsdp_helpers.teaching.lessons.traced_step notebooks`"
 
 
+def test_captions_fit_the_picture_with_the_widest_font(step):
+    """DejaVu Sans is what Linux has; in bold, it's wider than the others."""
+    font = FT2Font(f"{get_data_path()}/fonts/ttf/DejaVuSans-Bold.ttf")
+    font.set_size(17, 72)
+    for text, *_ in animation.captions(step):
+        font.set_text(text)
+        assert font.get_width_height()[0] / 64 / 2 < animation.WIDTH - (LEFT + RIGHT) / 2, text
+
+
 def test_its_bytes_and_times_are_those_of_the_trace(step, kept):
     curve, said = step.ranks[0].trace.curve, texts(kept)
     assert {f"peak {curve.peak_bytes / MB:.1f}", f"held {curve.held_bytes / MB:.1f}"} <= set(said)
@@ -51,6 +62,7 @@ def test_its_bytes_and_times_are_those_of_the_trace(step, kept):
 def test_the_player_scrubs_and_without_widgets_there_is_a_still_of_a_reduce_scatter(step, monkeypatch):
     box = animation.player(step)
     (play, scrub), shown = box.children[0].children, box.children[1]
+    assert "run this cell first" in box.children[2].value  # on a saved page, nothing moves
     before = shown.value
     scrub.value = round(500 * step.length_s)
     assert shown.value == animation.frame(step, scrub.value / 1e3).svg.encode() != before

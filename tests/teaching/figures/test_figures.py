@@ -12,7 +12,7 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from runs import tiny_record
 
 from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy
@@ -36,7 +36,7 @@ from fsdp_helpers.records import (
 )
 from fsdp_helpers.teaching.figures import dimension_plots, drawings, plans, plots, titles
 from fsdp_helpers.teaching.figures.descriptions import MOST_CHARACTERS, describe
-from fsdp_helpers.teaching.figures.style import PEAK_COLORS, STATE_COLORS
+from fsdp_helpers.teaching.figures.style import OP_COLORS, PEAK_COLORS, STATE_COLORS
 
 MB = 10**6
 COUNTED = ("step", "rank")  # what is counted has no unit, and neither has an order, along an arrow
@@ -342,3 +342,23 @@ def test_a_notebook_shows_a_figure_with_its_description(shell):
     picture, folded = captured.outputs
     assert picture.metadata["image/png"]["alt"] == picture.data["text/plain"] == describe(fig)
     assert html.unescape(re.sub(r"<.*?>", "", folded.data["text/html"])) == f"In words{describe(fig)}"
+
+
+def contrast(color: str, page: str) -> float:
+    """The ratio of WCAG 2.2: 3 is enough for a bar, and 4.5 for text."""
+    lights = []
+    for rgb in map(to_rgb, (color, page)):
+        red, green, blue = (value / 12.92 if value <= 0.04 else ((value + 0.055) / 1.055) ** 2.4 for value in rgb)
+        lights.append(0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
+    return max(lights) / min(lights)
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#111111"])  # JupyterLab's, light and dark
+def test_bars_and_boxes_are_seen_on_both_pages(page):
+    """A box that isn't opaque would take its page's color, but not its text's."""
+    assert {op: color for op, color in OP_COLORS.items() if contrast(color, page) < 3} == {}
+    held = {"data": ["a", "b"], "tensor": ["c", "d"]}
+    _, (ax, _) = dimension_plots.draw_meshes({("data", "tensor"): held, ("tensor", "data"): held})
+    for box, text in zip(ax.patches, ax.texts, strict=True):
+        assert box.get_alpha() in (None, 1) and box.get_facecolor()[3] == 1
+        assert contrast(text.get_color(), box.get_facecolor()[:3]) > 4.5

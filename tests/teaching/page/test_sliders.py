@@ -38,7 +38,8 @@ def test_controls_draw_anew_at_each_change_and_pages_without_widgets_have_the_fi
     pytest.importorskip("ipywidgets")
     controls = sliders.plan_controls(**CHOSEN)
     bundle, metadata = controls._repr_mimebundle_()
-    row, shown = controls.box.children
+    row, shown, note = controls.box.children
+    assert "run this cell first" in note.value  # on a saved page, nothing is drawn anew
     assert base64.b64decode(bundle["image/png"]) == shown.value
     assert "vit-10b on 128 ranks" in metadata["image/png"]["alt"] == bundle["text/plain"]
     others = {"model": "vit-b16", "ranks": 8, "device_gb": 24, "precision": "fp32", "recompute": False}
