@@ -31,6 +31,9 @@ RUNS_OFF = """() => [...document.querySelectorAll('main *')].filter(one => {
 WITHOUT_WORDS = (
     """() => [...document.querySelectorAll('article img')].map(one => one.alt).filter(words => words.length < 10)"""
 )
+SQUEEZED = """() => [...document.querySelectorAll('article img')]
+    .filter(one => Math.abs(one.width / one.height * one.naturalHeight / one.naturalWidth - 1) > 0.02)
+    .map(one => one.alt.slice(0, 60))"""
 TOO_LARGE = """() => [...document.querySelectorAll('section.present, section.present *')]
     .filter(one => { const box = one.getBoundingClientRect();
                      return box.right > innerWidth + 1 || box.bottom > innerHeight + 1 || box.left < -1 || box.top < -1; })
@@ -119,3 +122,11 @@ def test_nothing_of_the_book_runs_off_a_phone_and_every_picture_has_words(browse
         page.screenshot(path=SHOTS / f"book-{path.stem}.png")
     page.close()
     assert [url for url in asked if not url.startswith(("data:", book_folder.as_uri()))] == []
+
+
+@pytest.mark.parametrize("width", [400, 1366])
+def test_no_figure_of_the_book_loses_its_shape(browser, book_folder, width):
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    page.goto((book_folder / "notebooks" / "04_fsdp_auto_wrap.html").as_uri())
+    assert page.locator("article img").count() > 3 and page.evaluate(SQUEEZED) == []
+    page.close()

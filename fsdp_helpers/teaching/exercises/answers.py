@@ -98,7 +98,8 @@ def expect(holds: bool, message: str, *failures: str) -> None:
 
 def expect_answered(answer: Any) -> None:
     """Raise NotYet if the answer is None or still the `...` from the starter code."""
-    expect(answer is not None and answer is not ..., "replace the ... with your answer")
+    expect(answer is not ..., "replace the ... with your answer")
+    expect(answer is not None, "the answer is None; put yours in its place")
 
 
 def expect_number(given: Any) -> None:

@@ -2,13 +2,20 @@
 
 from collections.abc import Callable
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.teaching.exercises.answers import DRAW, call, exercise, expect, expect_number
-from fsdp_helpers.teaching.exercises.on_ranks import RANKS, Findings, judge_on_ranks, losses_differ
-from fsdp_helpers.teaching.exercises.small_net import NET_PARAMS, build_net, train_averaging
+from fsdp_helpers.teaching.exercises.on_ranks import (
+    RANKS,
+    TOLERANCE,
+    Findings,
+    judge_on_ranks,
+    losses_differ,
+)
+from fsdp_helpers.teaching.exercises.small_net import NET_PARAMS, build_net, full_gradient, train_averaging
 
 NET_BYTES = 4 * NET_PARAMS
 BUCKET_SIZES = (41_000, 1_000_000)  # bytes; the largest gradient fits in either, and all gradients in the second
@@ -39,28 +46,34 @@ def check_smallest_bucket(smallest_bucket: Callable[[int, float, float], float] 
 @exercise("02")
 def check_average_gradients(module: str = "my_ddp", ranks: tuple[int, ...] = RANKS) -> str:
     """Notebook 02: check that `average_gradients(...)` gives DDP's losses with one all-reduce per bucket."""
-    source = "on {world_size} ranks, "
-    return judge_on_ranks(average_by_reader, module, ("average_gradients",), ranks, source=source)
+    return judge_on_ranks(average_by_reader, module, ("average_gradients",), ranks)
 
 
 def average_by_reader(rank: int, world_size: int, average_gradients: Callable) -> Findings:
-    """Train with the reader's function and with DDP, and check the losses and the collectives in the last step."""
-    model = DistributedDataParallel(build_net())
-    right = train_averaging(model, rank, world_size, lambda: None)
+    """Train with the reader's function and with DDP, and check the first gradients, the losses and the last collectives."""
+    model, right_gradients = DistributedDataParallel(build_net()), []
+    right = train_averaging(model, rank, world_size, lambda: right_gradients.append(full_gradient(model)))
     answers = {}
     for bucket_bytes in BUCKET_SIZES:
-        model, seen = build_net(), []
+        model, gradients, seen = build_net(), [], []
 
-        def average(model=model, bucket_bytes=bucket_bytes, seen=seen) -> None:
+        def average(model=model, bucket_bytes=bucket_bytes, gradients=gradients, seen=seen) -> None:
             with trace_collectives() as events:
                 average_gradients(model, bucket_bytes)
+            gradients.append(full_gradient(model))
             seen[:] = events
 
-        answers[bucket_bytes] = train_averaging(model, rank, world_size, average), seen
-    for bucket_bytes, (losses, seen) in answers.items():
+        answers[bucket_bytes] = train_averaging(model, rank, world_size, average), gradients, seen
+    for bucket_bytes, (losses, gradients, seen) in answers.items():
         says = f"with buckets of {format_bytes(bucket_bytes)}, "
         yield len(seen) == 0, f"{says}there was no collective; gradients that aren't sent aren't averaged"
-        yield losses_differ(losses, right, f"{says}the losses don't match DDP's", "wrong-summed-loss")
+        mean, own = right_gradients[0], gradients[0]
+        summed = f"{says}the gradients are sums over {world_size} ranks, not means"
+        yield torch.allclose(own, world_size * mean, atol=TOLERANCE), summed
+        off = (~torch.isclose(own, mean, atol=TOLERANCE)).sum().item()
+        buckets = "are all buckets sent, and their means copied back?"
+        yield off > 0, f"{says}{off:,} of {NET_PARAMS:,} gradients aren't the ranks' mean; {buckets}"
+        yield losses_differ(losses, right, f"{says}this rank's first gradients are right, but the losses aren't DDP's")
         # Two neighboring buckets together exceed the limit of one; otherwise they'd be a single bucket.
         most = 2 * NET_BYTES // bucket_bytes + 1
         yield len(seen) > most, f"{says}a step runs {len(seen)} collectives; {most} are enough"

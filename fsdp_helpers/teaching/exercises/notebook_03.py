@@ -11,15 +11,18 @@ from torch.profiler import record_function
 from fsdp_helpers.measuring.collectives import count_collectives
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.quantities import format_bytes
+from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.teaching.exercises.answers import exercise, expect
-from fsdp_helpers.teaching.exercises.on_ranks import RANKS, Findings, judge_on_ranks, losses_differ
+from fsdp_helpers.teaching.exercises.on_ranks import RANKS, Findings, judge_on_ranks, losses_differ, norm_differs
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
     NET_PARAMS,
     STEPS,
     adam,
     build_net,
+    full_gradient,
+    load_batch,
     mean_loss,
     over_ranks,
     plain_losses,
@@ -59,15 +62,22 @@ def check_unit(module: str = "my_unit", ranks: tuple[int, ...] = RANKS) -> str:
 def train_readers_unit(rank: int, world_size: int, unit_class: Callable, module: str) -> Findings:
     """Train with the reader's unit as notebook 03 does by hand, and check the unit's held bytes and collectives."""
     model = build_net()
+    mean_loss(model, *load_batch(0)).backward()
+    right_norm = full_gradient(model).norm().item()
     right = plain_losses(model, adam(list(model.parameters())))
     del model
-    losses = []
+    losses, squares, expected = [], [], -(-NET_PARAMS // world_size)
     tracemalloc.start()
     with trace_memory("cpu") as trace:
         model = build_net()
         unit = unit_class(model, rank, world_size)
         if not isinstance(getattr(unit, "shard", None), nn.Parameter):
             raise TypeError("a Unit needs `shard`, an nn.Parameter that holds this rank's shard")
+        lengths = gather_over_ranks(unit.shard.numel())
+        differ = f"the ranks' shards differ in length, {' and '.join(map('{:,}'.format, lengths))}; a collective needs"
+        yield len(set(lengths)) > 1, f"{differ} the same number of values from every rank, so where does padding go?"
+        padded = f"P = {NET_PARAMS:,} parameters, padded once at their end, give a rank ceil(P / N) = {expected:,}"
+        yield lengths[0] != expected, f"the shard has {lengths[0]:,} values; {padded}"
         with record_function(BUILT):
             pass
         optimizer = adam([unit.shard])
@@ -77,6 +87,11 @@ def train_readers_unit(rank: int, world_size: int, unit_class: Callable, module:
             loss = mean_loss(model, *rank_batch(step, rank, world_size))
             loss.backward()
             unit.reduce_gradients()
+            if unit.shard.grad is None:
+                raise TypeError(
+                    "after reduce_gradients, `shard.grad` is None; it should be this rank's shard of the mean"
+                )
+            squares.append(unit.shard.grad.square().sum())
             unit.reshard()
             optimizer.step()
             losses.append(loss.detach())
@@ -84,11 +99,9 @@ def train_readers_unit(rank: int, world_size: int, unit_class: Callable, module:
     tracemalloc.stop()
     last = trace.last_step()
     counts = {counted.op: counted.count for counted in count_collectives(last.collectives)}
-    losses = over_ranks(losses)
+    losses, norm = over_ranks(losses), (world_size * over_ranks(squares[:1])[0]) ** 0.5
     too_many = f"a step runs these collectives: {counts or 'none'}; one all-gather and one reduce-scatter are enough"
     yield counts != {"all_gather": 1, "reduce_scatter": 1}, too_many
-    num_values, expected = unit.shard.numel(), -(-NET_PARAMS // world_size)
-    yield num_values != expected, f"the shard has {num_values:,} values; are all ranks' shards the same size?"
     built_bytes = trace.between_marks(BUILT)[0][0]
     kept = f"{built_bytes:,} bytes are held after __init__, more than a shard needs; what wasn't freed?"
     yield built_bytes > 4 * expected + SLACK_BYTES, kept
@@ -98,7 +111,12 @@ def train_readers_unit(rank: int, world_size: int, unit_class: Callable, module:
     # NumPy arrays, and objects created by the reader's lines
     outside = f"{elsewhere_bytes:,} bytes are held between steps outside torch, in NumPy or Python"
     yield elsewhere_bytes > SLACK_BYTES, f"{outside}; a rank should keep only its shard"
-    yield losses_differ(losses, right, "the losses don't match a single-process run", "wrong-summed-loss")
+    in_forward = (
+        "the first loss is wrong, before any gradient is used, so `unshard` doesn't restore all parameters' values"
+    )
+    yield losses_differ(losses[:1], right[:1], in_forward)
+    yield norm_differs(norm, right_norm, world_size)
+    yield losses_differ(losses, right, "the losses don't match a single-process run")
     return "Right: on {ranks} ranks, the losses match one process's, and each rank holds 16 P / N bytes."
 
 

@@ -1,6 +1,6 @@
 """Exercises for notebook 04: choose a threshold and a transformer's units, and write hooks that unshard and reshard."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_helpers.measuring.collectives import Collective
 from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.records import RunRecord
@@ -18,11 +19,11 @@ from fsdp_helpers.teaching.exercises.on_ranks import RANKS, Findings, first_of, 
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
     BLOCK_WIDTH,
-    BLOCKS,
     CLASSES,
     STEPS,
     TOKENS,
     WIDTH,
+    build_blocks,
     mean_loss,
     over_ranks,
     plain_losses,
@@ -69,10 +70,7 @@ class SmallTransformer(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(WIDTH, BLOCK_WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(BLOCK_WIDTH, 4, 4 * BLOCK_WIDTH, dropout=0.0, batch_first=True)
-            for _ in range(BLOCKS)
-        )
+        self.blocks = build_blocks()
         self.head = nn.Linear(BLOCK_WIDTH, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -103,17 +101,30 @@ def train_readers_cut(rank: int, world_size: int, shard_model: Callable) -> Find
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     yield bool(whole), f"{len(whole)} parameters aren't in any unit, including {first_of(whole)}"
     peak, limit = last.curve.peak_bytes, CUT_PEAK_BYTES[world_size]
-    too_high = f"the peak is {format_bytes(peak)}; the target is below {format_bytes(limit)}"
-    yield peak >= limit, too_high, "memory-root-only"
+    because, *failures = why_peak_is_high(last.collectives)
+    too_high = f"the peak is {format_bytes(peak)}; the target is below {format_bytes(limit)}: {because}"
+    yield peak >= limit, too_high, *failures
     num_collectives = len(last.collectives)
     too_many = f"a step runs {num_collectives} collectives; the target is at most {CUT_COLLECTIVES}"
     yield num_collectives > CUT_COLLECTIVES, too_many, "slow-many-units"
     in_root = [f"blocks.{index}" for index, block in enumerate(model.blocks) if not has_unit(block)]
-    stays = f"{', '.join(in_root)} belong only to the root, which stays unsharded until backward ends"
-    yield bool(in_root), stays, "memory-root-only"
+    yield bool(in_root), f"{', '.join(in_root)} belong only to the root, which stays unsharded until backward ends"
     yield losses_differ(losses, right, "the losses don't match a single-process run")
     with_what = f"{num_collectives} collectives per step and a peak of {format_bytes(peak)}"
     return f"Right: on {{ranks}} ranks, with {with_what}."
+
+
+def why_peak_is_high(collectives: Sequence[Collective]) -> tuple:
+    """Return what raises a step's peak, judged from its collectives, and the failure that shows the same, if any."""
+    gathered = [event.bytes for event in collectives if event.op == "all_gather"]
+    num_units = len(collectives) - len(gathered)  # each unit's gradients are reduced once
+    if num_units == 1:
+        return "one unit is the entire model, and is unsharded at once", "memory-root-only"
+    kept = 2 * num_units - 1 - len(gathered)  # the root isn't resharded between forward and backward
+    if kept > 0:
+        return (f"{kept} of {num_units} units aren't resharded after forward, in addition to the root",)
+    largest = format_bytes(max(gathered))
+    return (f"the largest of {num_units} units has {largest} of parameters; smaller units unshard less at once",)
 
 
 def has_unit(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from fsdp_helpers.teaching.exercises.on_ranks import TOLERANCE, import_own, read
 from fsdp_helpers.teaching.exercises.small_net import (
     adam,
     build_net,
+    load_batch,
     mean_loss,
     over_ranks,
     plain_losses,
@@ -46,6 +48,10 @@ KILLED_AFTER = 14  # steps, in the save that follows; above 9, where names witho
 IN_SAVE, IN_STEP = 77, 78  # exit statuses
 NEWEST_WHOLE = {IN_SAVE: KILLED_AFTER - SAVED_EVERY, IN_STEP: KILLED_AFTER}  # steps, in the checkpoint to continue from
 BACKGROUND_S = 0.4  # how long a save in the background gets
+MISMATCH = (
+    "does every rank call `get_state_dict`, `dcp.save` and `dcp.load`, or only rank 0? It may only write a file alone",
+    "hang-gather-on-rank-0",
+)
 
 
 @exercise("06")
@@ -133,26 +139,20 @@ def check_loop(module: str = "my_loop", ranks: tuple[int, int] = (3, 2)) -> str:
             when = f"in step {KILLED_AFTER + 2}"
         says = f"killed {when} on {killed_on} ranks and started again on {resumed_on}, your loop "
         try:
-            losses, right = run_on_ranks(run_readers_loop, module, resumed_on, folder, False)[0]
+            found = run_on_ranks(run_readers_loop, module, resumed_on, folder, False, mismatch=MISMATCH)
         except NotYet as failure:
-            message = f"{says}fails; are all the files it finds complete? {failure.message}"
-            raise NotYet(message, *failure.failures or ["save-half-written"]) from None
-    _expect_resumed(list(losses), NEWEST_WHOLE[status], says)
-    for step, loss in losses.items():
-        expect(
-            abs(loss - right[step]) < TOLERANCE,
-            f"{says}has a loss of {loss:.5f} in step {step + 1}, but an uninterrupted run has {right[step]:.5f}; does "
-            "everything your loop loads come from the same save, and what does a step depend on besides parameters?",
-            "save-plain-optimizer-state",
-            "save-schedule-lost",
-        )
+            doubt = "; are all the files it finds complete?" if "save-half-written" in failure.failures else ":"
+            raise NotYet(f"{says}fails{doubt} {failure.message}", *failure.failures) from None
+    losses, right, is_new = found[0]
+    _expect_resumed(list(losses), NEWEST_WHOLE[status], says, is_new)
+    _expect_right(losses, right, says, is_new)
     return f"Right: killed on {killed_on} ranks, resumed on {resumed_on}, with the losses of an uninterrupted run."
 
 
 def _run_until_killed(module: str, world_size: int, folder: str) -> int:
     """Run the reader's loop until it's killed, as if its machine had died, and return the exit status."""
     try:
-        run_on_ranks(run_readers_loop, module, world_size, folder, True)
+        run_on_ranks(run_readers_loop, module, world_size, folder, True, mismatch=MISMATCH)
     except NotYet as failure:
         for status in (IN_SAVE, IN_STEP):
             if f"exit status {status}" in str(failure):
@@ -161,10 +161,11 @@ def _run_until_killed(module: str, world_size: int, folder: str) -> int:
     raise NotYet(f"on {world_size} ranks, your loop ends before step {KILLED_AFTER + 2}")
 
 
-def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
+def _expect_resumed(steps: list[int], newest_whole: int, says: str, is_new: bool) -> None:
     """Raise NotYet unless the `steps` passed to `loss_of` continue from the newest complete checkpoint."""
     expect(bool(steps), f"{says}doesn't take any steps")
-    expect(steps[0] > 0, f"{says}starts at step 1, so nothing was loaded")
+    expect(steps[0] > 0 or not is_new, f"{says}starts at step 1, so nothing was loaded")
+    expect(steps[0] > 0, f"{says}starts at step 1 again, but with loaded parameters; which step comes after the save?")
     expect(
         steps[0] == newest_whole,
         f"{says}continues with step {steps[0] + 1}; it saves after every second step, so it should load the newest "
@@ -174,10 +175,24 @@ def _expect_resumed(steps: list[int], newest_whole: int, says: str) -> None:
     expect(steps == expected, f"{says}takes steps {[step + 1 for step in steps]} instead of taking each step once")
 
 
+def _expect_right(losses: dict[int, float], right: list[float], says: str, is_new: bool) -> None:
+    """Raise NotYet unless `losses` match those of an uninterrupted run, with what the first wrong one suggests."""
+    for step, loss in losses.items():
+        off = f"{says}has a loss of {loss:.5f} in step {step + 1}, but an uninterrupted run has {right[step]:.5f}; "
+        if step > min(losses):
+            off += "the parameters were right at the start, so what else does a step depend on?"
+            failures = ["save-plain-optimizer-state", "save-schedule-lost"]
+        elif is_new:
+            off, failures = f"{off}that's the loss of a new model, so what was loaded isn't in it", ["save-not-set"]
+        else:
+            off, failures = f"{off}does everything your loop loads come from the same save?", []
+        expect(abs(loss - right[step]) < TOLERANCE, off, *failures)
+
+
 def run_readers_loop(
     rank: int, world_size: int, module: str, folder: str, is_killed: bool
-) -> tuple[dict[int, float], list[float]]:
-    """Return the losses by step from the reader's loop, and the losses of an uninterrupted run in one process.
+) -> tuple[dict[int, float], list[float], bool]:
+    """Return the reader's losses by step, those of an uninterrupted process, and whether the first is a new model's.
 
     If `is_killed` is true, all ranks exit during the save after KILLED_AFTER steps. If that save doesn't use DCP or
     `torch.save`, they exit in a step soon after it.
@@ -201,9 +216,11 @@ def run_readers_loop(
         train_loop(model, optimizer, falling_rate(optimizer), loss_of, folder, LOOP_STEPS)
     losses = over_ranks(list(taken.values())) if taken else []
     plain = build_net()
+    with torch.no_grad():
+        new = [mean_loss(plain, *load_batch(step)).item() for step in list(taken)[:1]]  # before any step
     optimizer = adam(list(plain.parameters()))
     right = plain_losses(plain, optimizer, falling_rate(optimizer).step, num_steps=LOOP_STEPS)
-    return dict(zip(taken, losses, strict=True)), right
+    return dict(zip(taken, losses, strict=True)), right, np.allclose(new, losses[:1], atol=TOLERANCE)
 
 
 def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

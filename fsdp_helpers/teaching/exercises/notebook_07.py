@@ -4,19 +4,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.measuring.collectives import trace_collectives
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.teaching.exercises.answers import exercise
-from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, Findings, judge_on_ranks
+from fsdp_helpers.teaching.exercises.on_ranks import (
+    RANKS,
+    TOLERANCE,
+    Findings,
+    judge_on_ranks,
+    norm_differs,
+    reduced_early,
+)
 from fsdp_helpers.teaching.exercises.runs import RunTask, judge_run
 from fsdp_helpers.teaching.exercises.small_net import (
     NET_UNITS,
     STEPS,
     build_net,
+    full_gradient,
     load_batch,
     mean_loss,
     rank_batch,
@@ -65,38 +72,33 @@ def accumulate_by_reader(rank: int, world_size: int, add_up_gradients: Callable,
         reduced = sum(event.op == "reduce_scatter" for event in seen)
         norms = ()
         if reduced:
-            norm = norm_of([parameter.grad.full_tensor() for parameter in model.parameters()])
+            norm = full_gradient(model).norm().item()
             given = as_number(gradient_norm(model))
-            norm_after = norm_of([parameter.grad.full_tensor() for parameter in model.parameters()])
-            norms = norm, given, norm_after, norm_of([parameter.grad for parameter in plain.parameters()])
-        steps.append((reduced, passes, norms))
+            norm_after = full_gradient(model).norm().item()
+            norms = norm, given, norm_after, full_gradient(plain).norm().item()
+        steps.append((reduced, passes, norms, reduced_early(seen)))
         if not reduced:
             break
         for optimizer in optimizers:
             optimizer.step()
-    for reduced, passes, norms in steps:
+    for reduced, passes, norms, early in steps:
         yield reduced == 0, "no gradients were reduced; which backward pass should reduce them?"
         too_many = f"a step runs {reduced} reduce-scatters, but the model has only {NET_UNITS} units"
         yield reduced > NET_UNITS, too_many, "memory-accumulation"
+        yield early
         part, largest = len(inputs) // PARTS, max((images for _, images in passes), default=0)
         yield largest > part, f"a forward pass gets {largest} images; a part has only {part}"
         together = [kind for kind, _ in passes[:2]] == ["forward", "forward"]
         both = "the second forward pass comes before the first backward pass, so two parts' activations are in memory"
         yield together, both
         norm, given, norm_after, right = norms
-        ratio = norm / right
-        off = f"the gradient norm is {ratio:.2f} times the norm in a single process"
-        yield not abs(ratio - 1) < TOLERANCE, off, "wrong-summed-loss"
+        yield norm_differs(norm, right, world_size, PARTS)
         another = f"gradient_norm returns an object of type {given}; it should be a number or a plain tensor"
         yield not isinstance(given, float), another
         other = f"gradient_norm returns {given:.5f}, not the norm of the full gradient; whose shards does it cover?"
         yield not abs(given / norm - 1) < TOLERANCE, other, "wrong-clip-local-norm"
         yield not abs(norm_after / norm - 1) < TOLERANCE, "gradient_norm must not change the gradient"
     return "Right: on {ranks} ranks, one reduce-scatter per unit, and the norm of the full gradient."
-
-
-def norm_of(gradients: list[Tensor]) -> float:
-    return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
 
 
 def as_number(given: Any) -> float | str:

@@ -33,8 +33,17 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     judge_on_ranks,
     launch_readers,
     losses_differ,
+    units_differ,
 )
-from fsdp_helpers.teaching.exercises.small_net import BLOCK_WIDTH, BLOCKS, TOKENS, plain_losses, sgd, train_averaging
+from fsdp_helpers.teaching.exercises.small_net import (
+    BLOCK_WIDTH,
+    BLOCKS,
+    TOKENS,
+    build_blocks,
+    plain_losses,
+    sgd,
+    train_averaging,
+)
 
 START_EXTRA_BYTES = 120_000  # the largest tensor takes 36,864 and is sent in one piece; the model takes 907,000
 UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
@@ -144,10 +153,7 @@ class PretrainedTransformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, BLOCK_WIDTH)
         nn.init.normal_(self.embed.weight, std=0.1)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(BLOCK_WIDTH, 4, 4 * BLOCK_WIDTH, dropout=0.0, batch_first=True)
-            for _ in range(BLOCKS)
-        )
+        self.blocks = build_blocks()
         self.head = nn.Linear(BLOCK_WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("waves", torch.empty(TOKENS, BLOCK_WIDTH), persistent=False)
@@ -186,8 +192,7 @@ def start_by_reader(rank: int, world_size: int, start_sharded: Callable) -> Find
     units, is_tied = unit_names(model), model.head.weight is model.embed.weight
     buffer_right = torch.equal(model.waves, plain.waves)
     losses = train_averaging(model, rank, world_size, lambda: None)  # FSDP averages by itself
-    cut = f"the units are {', '.join(units)}; make one unit per block, plus the root"
-    yield units != UNITS, cut, "memory-root-only"
+    yield units_differ(units, UNITS)
     curve = trace.whole().curve
     extra_bytes = curve.peak_bytes - curve.held_bytes
     too_high = f"start_sharded needs {format_bytes(extra_bytes)} on top of the sharded model, enough for several layers"

@@ -20,7 +20,16 @@ from fsdp_helpers.models.shapes import LlamaShape
 from fsdp_helpers.quantities import format_bytes
 from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.teaching.exercises.answers import exercise
-from fsdp_helpers.teaching.exercises.on_ranks import RANKS, TOLERANCE, Findings, first_of, judge_on_ranks
+from fsdp_helpers.teaching.exercises.on_ranks import (
+    RANKS,
+    TOLERANCE,
+    Findings,
+    first_of,
+    judge_on_ranks,
+    norm_differs,
+    reduced_early,
+)
+from fsdp_helpers.teaching.exercises.small_net import full_gradient
 
 SHAPE = LlamaShape(
     width=32, depth=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocabulary=256, rope_base=1e4, tied=True
@@ -65,12 +74,13 @@ def documents_by_reader(rank: int, world_size: int, backward_by_documents: Calla
         given = backward_by_documents(model, parts[rank])
     reduced = sum(event.op == "reduce_scatter" for event in seen)
     yield reduced == 0, "no gradients were reduced; which backward pass should reduce them?"
-    mine, full = whole_gradient(model), whole_gradient(plain)
+    mine, full = full_gradient(model), full_gradient(plain)
     own = sum(numbers.numel() for numbers, _ in parts[rank])
     too_many = f"the model processed {sum(computed)} tokens, but this rank's parts have only {own}"
     yield sum(computed) > own, too_many
     too_often = f"there were {reduced} reduce-scatters, but the model has only {NUM_UNITS} units"
     yield reduced > NUM_UNITS, too_often
+    yield reduced_early(seen)
     # The direction before the norm, since only the direction reveals a mean of means.
     along = (mine @ full) / (full @ full)  # how much of it points in the right direction
     turned = ((mine - along * full).norm() / full.norm()).item()
@@ -79,9 +89,7 @@ def documents_by_reader(rank: int, world_size: int, backward_by_documents: Calla
         "which part or rank it's in?"
     )
     yield not turned < TOLERANCE, off, "wrong-mean-of-means"
-    length = (mine.norm() / full.norm()).item()
-    too_long = f"the gradient norm is {length:.3f} times the norm in a single process"
-    yield not abs(length - 1) < TOLERANCE, too_long, "wrong-summed-loss"
+    yield norm_differs(mine.norm().item(), full.norm().item(), world_size)
     given = float(given) if isinstance(given, int | float | Tensor) else float("nan")
     right = right.item()
     yield not abs(given - right) < TOLERANCE * abs(right), f"the returned loss is {given:.5f} instead of {right:.5f}"
@@ -144,7 +152,7 @@ def chunks_by_reader(rank: int, world_size: int, chunked_loss: Callable) -> Find
         raise TypeError(f"chunked_loss returns an object of type {type(given).__name__}; it should be a tensor")
     for loss in (right, given):
         loss.backward()
-    mine, whole = whole_gradient(model), whole_gradient(plain)
+    mine, whole = full_gradient(model), full_gradient(plain)
     error = ((mine - whole).norm() / whole.norm()).item()
     given, right, peak_bytes = given.item(), right.item(), peak_of(chunked_loss)
     wrong_sum = f"the sum of the losses is {given:.3f} instead of {right:.3f}"
@@ -224,14 +232,22 @@ def adapters_by_reader(
     return f"Right: {len(trained)} tensors and nothing else, saved and loaded on {{ranks}} ranks."
 
 
-@torch.no_grad()
 def two_adapters() -> Llama:
-    """Build the model with two adapters: one frozen, one trainable."""
-    model = add_adapters(add_adapters(build_llama(), ADAPTER_RANK), ADAPTER_RANK, SECOND)
-    for name, parameter in model.named_parameters():
-        if name.endswith((*ADAPTERS, *SECOND)):
-            parameter.normal_(std=0.3)
+    """Build the model with two adapters in some layers, each the product of two thin matrices; only one is trainable."""
+    model = build_llama().requires_grad_(False)
+    for path, layer in model.named_modules():
+        for names in (ADAPTERS, SECOND) if path.endswith(ADAPTED) else ():
+            shapes = (ADAPTER_RANK, layer.in_features), (layer.out_features, ADAPTER_RANK)
+            for name, shape in zip(names, shapes, strict=True):
+                values = torch.empty(shape).normal_(std=0.3)
+                layer.register_parameter(name, nn.Parameter(values, requires_grad=names is SECOND))
+            layer.register_forward_hook(partial(add_low_rank, names))
     return model
+
+
+def add_low_rank(names: tuple[str, str], layer: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    first, second = (getattr(layer, name) for name in names)
+    return output + SCALE * F.linear(F.linear(inputs[0], first), second)
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
@@ -244,30 +260,3 @@ def logits_of(model: Llama, numbers: Tensor) -> Tensor:
     logits = model(numbers)
     model.reshard()
     return logits
-
-
-def whole_gradient(model: nn.Module) -> Tensor:
-    """Return the full gradient as one vector, on every rank."""
-    return torch.cat([getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)().flatten() for p in model.parameters()])
-
-
-def add_adapters(model: nn.Module, rank: int, names: tuple[str, str] = ADAPTERS) -> nn.Module:
-    """Freeze the model, and give some layers an uninitialized adapter, the product of two thin matrices.
-
-    Existing tensors keep their names, so the model's files still load. An adapter that already exists under different
-    names is frozen and becomes part of the model.
-    """
-    model.requires_grad_(False)
-    for name, layer in model.named_modules():
-        if name.endswith(ADAPTED):
-            like = {"device": layer.weight.device, "dtype": torch.float32}  # trained parameters stay fp32
-            layer.register_parameter(names[0], nn.Parameter(torch.empty(rank, layer.in_features, **like)))
-            layer.register_parameter(names[1], nn.Parameter(torch.empty(layer.out_features, rank, **like)))
-            layer.register_forward_hook(partial(add_low_rank, names))
-    return model
-
-
-def add_low_rank(names: tuple[str, str], layer: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    first, second = (getattr(layer, name) for name in names)
-    thin = F.linear(inputs[0].to(first.dtype), first)
-    return output + (SCALE * F.linear(thin, second)).to(output.dtype)

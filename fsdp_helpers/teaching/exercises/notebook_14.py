@@ -24,11 +24,12 @@ from fsdp_helpers.teaching.exercises.on_ranks import (
     first_of,
     judge_on_ranks,
     losses_differ,
+    units_differ,
 )
+from fsdp_helpers.teaching.exercises.small_net import CLASSES, WIDTH, load_batch
 
 MOVED_AT, LAST_STEP = 6, 12  # steps
-BATCH, PARTS = 24, 2  # the global batch; it splits into two parts and across 2 or 3 ranks
-WIDTH, HIDDEN, CLASSES, BLOCKS = 10, 25, 5, 3  # HIDDEN isn't a multiple of 2 or 3
+PARTS, HIDDEN, BLOCKS = 2, 25, 3  # HIDDEN isn't a multiple of 2 or 3
 LEARNING_RATE, MAX_NORM = 3e-3, 0.5  # the gradient's norm is above that, so clipping matters
 UNITS = ["root", *(f"blocks.{index}" for index in range(BLOCKS))]
 Parts = list[tuple[Tensor, Tensor]]
@@ -105,28 +106,20 @@ def move_by_reader(rank: int, world_size: int, go_on: Callable, folder: str) -> 
     whole = [name for name, own in model.named_parameters() if not isinstance(own, DTensor)]
     unsharded_ones = f"{len(whole)} parameters aren't sharded, including {first_of(whole)}"
     yield bool(whole), f"{unsharded_ones}; under FSDP2, a rank keeps only its shards"
-    units = unit_names(model) if isinstance(model, FSDPModule) else []
-    cut = f"the units are {', '.join(units)}; make one unit per block, plus the root"
-    yield units != UNITS, cut, "memory-root-only"
+    yield units_differ(unit_names(model) if isinstance(model, FSDPModule) else [], UNITS)
     too_late = f"{sum(unsharded)} micro-batches ran through a model that wasn't sharded yet"
     yield sum(unsharded) > 0, f"{too_late}; shard it before the first step"
     expected = LAST_STEP - MOVED_AT
     steps = f"{len(losses)} steps were taken instead of {expected}, from step {MOVED_AT + 1} to step {LAST_STEP}"
     yield len(losses) != expected, steps
     other_weights = "the first loss doesn't match the file's weights"
-    yield losses_differ(losses[:1], right[:1], other_weights, "wrong-different-seeds")
-    yield losses_differ(
-        losses,
-        right,
-        "the losses diverge from the baseline's; what does a step depend on?",
-        "save-plain-optimizer-state",
-        "wrong-optimizer-first",
-        "wrong-clip-local-norm",
-    )
+    yield losses_differ(losses[:1], right[:1], other_weights, "save-not-set")
     num_reductions = sum(event.op == "reduce_scatter" for event in seen)
-    enough = f"one per step for each of the {len(UNITS)} units is enough, even with {PARTS} micro-batches"
+    enough = f"one per step for each of the {len(UNITS)} units is right, even with {PARTS} micro-batches"
     too_many = f"{expected} steps ran {num_reductions} reductions; {enough}. What replaces no_sync?"
-    yield num_reductions != expected * len(UNITS), too_many, "slow-gather-every-micro-batch"
+    yield num_reductions != expected * len(UNITS), too_many
+    diverge = "the losses diverge from the baseline's, so a step lacks something that it depends on"
+    yield losses_differ(losses, right, diverge, "save-plain-optimizer-state", "wrong-clip-local-norm")
     missing = (
         f"the held-out data was evaluated {len(held_out_losses)} times; every rank has to evaluate it after each of the "
         f"{expected} steps"
@@ -137,12 +130,6 @@ def move_by_reader(rank: int, world_size: int, go_on: Callable, folder: str) -> 
     problem = problem_in_file(written, stayed)
     yield bool(problem), problem
     return f"Right: moved after step {MOVED_AT} on {{ranks}} ranks, with the baseline's losses."
-
-
-def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch across all ranks: inputs (BATCH, WIDTH) and labels (BATCH,)."""
-    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step + 1))
-    return inputs, inputs[:, :CLASSES].argmax(dim=-1)
 
 
 def train_under_ddp(

@@ -57,7 +57,9 @@ def train_split_mlp(rank: int, world_size: int, split_mlp: Callable) -> Findings
     own = split_mlp(up, down, dist.group.WORLD)
     if not isinstance(own, nn.Module):
         raise TypeError(f"SplitMLP creates an object of type {type(own).__name__}; it should be an nn.Module")
-    kept = sum(parameter.numel() for parameter in own.parameters())
+    own_parts = [getattr(one, "to_local", lambda one=one: one)() for one in own.parameters()]
+    kept = sum(part.untyped_storage().nbytes() // part.itemsize for part in own_parts)  # a view keeps the full tensor
+    _, up, down, _ = build_layers()  # `parallelize_module` changes layers in place
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with trace_collectives() as forward:
         out = own(x)

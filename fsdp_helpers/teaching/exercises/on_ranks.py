@@ -3,14 +3,17 @@
 import ast
 import importlib
 import importlib.util
+import logging
 import re
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from fsdp_helpers.measuring.collectives import Collective
 from fsdp_helpers.progress import ProgressBar
 from fsdp_helpers.quantities import format_count
 from fsdp_helpers.ranks.launch import RankError, RankTimeout, launch
@@ -72,14 +75,18 @@ IN_OUR_WORDS = {  # keyed by torch's message, which doesn't say what to do
     " `fully_shard` replaced them; build the optimizer after `fully_shard`",
 }
 ABORTED = "SIGABRT"  # how gloo ends a rank that receives a different collective's bytes
+MISMATCH = (  # what to say of it, and the failure that shows the same
+    "does every rank run the same ones, in the same order, on tensors of one size? A sharded forward pass has some, too",
+    "crash-skipped-step",
+)
 HANGS = ("hang-order", "hang-gather-on-rank-0")
 FAILURES = {  # of the field guide, keyed by a regular expression that matches the error
-    ABORTED: "crash-skipped-step",
     "got mixed torch.Tensor and DTensor": "crash-mixed-tensor-dtensor",
     "KeyError: Parameter containing": "wrong-optimizer-first",
     "already managed by another FSDP group": "crash-tied-weights",
     r"Missing key.*\bmodule\.": "save-module-prefix",
-    "PytorchStreamReader": "save-half-written",
+    "PytorchStreamReader|metadata is None": "save-half-written",
+    "Missing key in checkpoint": "save-missing-key",
     "stopped answering|Connection (closed|reset) by peer": "crash-connection-closed",
 }
 
@@ -126,19 +133,23 @@ def first_wrong(
             return found
 
 
-def run_on_ranks(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
-    """Run `worker` on ranks and return the results; raise a one-line NotYet if the reader's code fails or hangs."""
+def run_on_ranks(
+    worker: Callable, module: str, world_size: int, *arguments: object, mismatch: tuple[str, str] = MISMATCH
+) -> list:
+    """Run `worker` on ranks and return the results; raise a one-line NotYet if the reader's code fails or hangs.
+
+    `mismatch` is the question to ask, and the failure to show, if the ranks' collectives don't match.
+    """
     try:
         return launch_readers(worker, module, world_size, *arguments)
     except RankError as error:
         where = last_line_in(module, error.details)
         ours = (words for torchs, words in IN_OUR_WORDS.items() if torchs in error.summary)
-        summary = next(ours, shorten(error.summary, LONGEST))
+        summary, failures = next(ours, shorten(cause_of(error.summary), LONGEST)), failures_of(error.summary)
         if ABORTED in summary:
-            summary += "; the ranks' collectives don't match: do some ranks skip a forward pass or an all-gather?"
-        raise NotYet(
-            f"on {world_size} ranks, {module}.py fails{where}: {summary}", *failures_of(error.summary)
-        ) from None
+            question, failure = mismatch
+            summary, failures = f"{summary}; the ranks' collectives don't match: {question}", [failure, *failures]
+        raise NotYet(f"on {format_count(world_size, 'rank')}, {module}.py fails{where}: {summary}", *failures) from None
 
 
 def launch_readers(worker: Callable, module: str, world_size: int, *arguments: object) -> list:
@@ -147,13 +158,25 @@ def launch_readers(worker: Callable, module: str, world_size: int, *arguments: o
     bar.start(f"{module}.py, {format_count(world_size, 'rank')} on cpu")
     settings = {"device": "cpu", "stall_s": STALL_S, "timeout_s": TIMEOUT_S, "progress": bar}
     try:
-        return launch(worker, module, *arguments, world_size=world_size, **settings)
+        return launch(run_quietly, worker, module, *arguments, world_size=world_size, **settings)
     except RankTimeout as error:
         raise NotYet(
             f"on {world_size} ranks, {module}.py doesn't finish: {'; '.join(error.places)}. A collective waits until"
             " every rank takes part",
             *HANGS,
         ) from None
+
+
+def run_quietly(rank: int, world_size: int, worker: Callable, *arguments: object) -> Any:
+    """Run `worker` without torch's warnings and logs: what's wrong is in the verdict, which they would scroll away."""
+    warnings.simplefilter("ignore")
+    logging.disable()
+    return worker(rank, world_size, *arguments)
+
+
+def cause_of(summary: str) -> str:
+    """Return a DCP error's last line, the cause on the first rank, in place of the traceback in its message."""
+    return summary.splitlines()[-1] if "CheckpointException" in summary else summary
 
 
 def failures_of(summary: str) -> list[str]:
@@ -167,6 +190,30 @@ def losses_differ(losses: list[float], right: list[float], message: str, *failur
     wrong = ((step, loss, expected) for step, (loss, expected) in pairs if not abs(loss - expected) < TOLERANCE)
     step, loss, expected = next(wrong, (0, 0.0, 0.0))
     return step > 0, f"{message}: {loss:.5f} instead of {expected:.5f} in step {step}", *failures
+
+
+def norm_differs(norm: float, right: float, world_size: int, num_parts: int = 1) -> tuple:
+    """Return the tuple to yield for the norm of the full gradient in a step of `num_parts`, which should be `right`."""
+    ratio = norm / right
+    off = f"the gradient norm is {ratio:.2f} times the norm in a single process"
+    for number, what in ((world_size, "ranks"), (num_parts, "parts")):
+        if number > 1 and abs(ratio / number - 1) < TOLERANCE:
+            off += f"; a sum over {number} {what} becomes their mean only when it's divided by {number}"
+    too_small = abs(ratio * world_size - 1) < TOLERANCE
+    return not abs(ratio - 1) < TOLERANCE, off, *(["wrong-summed-loss"] if too_small else [])
+
+
+def reduced_early(seen: list[Collective]) -> tuple:
+    """Return the tuple to yield for a step's collectives, in which no all-gather should follow the last reduction."""
+    ops = [event.op for event in seen if event.op in ("all_gather", "reduce_scatter")]
+    early = "the gradients are reduced before the last backward pass; what later parts add never is"
+    return ops[-1:] == ["all_gather"], early
+
+
+def units_differ(units: list[str], right: list[str]) -> tuple:
+    """Return the tuple to yield for the names of a model's units, which should be `right`: each block and the root."""
+    cut = f"the units are {', '.join(units)}; make one unit per block, plus the root"
+    return units != right, cut, *(["memory-root-only"] if units == ["root"] else [])
 
 
 def first_of(names: list[str]) -> str:

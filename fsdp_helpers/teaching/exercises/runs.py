@@ -13,7 +13,7 @@ class RunTask:
     """The run that an exercise asks for: its targets and fixed settings. The reader chooses all other settings."""
 
     peak_bytes: int  # every rank has to stay below it
-    peak_failure: str | None = None  # the failure whose file to show if a rank doesn't
+    peak_failure: str | None = None  # the failure whose file to show if a rank with only one unit doesn't
     num_collectives: int | None = None  # the most allowed per step
     world_size: int | None = None
     strategies: tuple[str, ...] = ("fsdp", "fsdp-auto-wrap")
@@ -31,11 +31,11 @@ def judge_run(record: RunRecord | None, task: RunTask) -> str:
     )
     _expect_same_settings(record, task)
     expect(record.ranks[0].peak_bytes is not None, "a one-step run has no steady step to measure; run 3 steps")
-    peak_bytes = max(rank.peak_bytes for rank in record.ranks)
+    peak_bytes, num_units = max((rank.peak_bytes, rank.num_units) for rank in record.ranks)
     expect(
         peak_bytes < task.peak_bytes,
         f"a rank peaks at {format_bytes(peak_bytes)}; every rank has to stay below {format_bytes(task.peak_bytes)}",
-        *([task.peak_failure] if task.peak_failure else []),
+        *([task.peak_failure] if task.peak_failure and num_units == 1 else []),
     )
     verdict = f"Right: {format_bytes(peak_bytes)} at the peak, below {format_bytes(task.peak_bytes)}."
     if task.num_collectives is None:

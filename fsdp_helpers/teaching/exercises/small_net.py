@@ -87,6 +87,17 @@ def train_averaging(model: nn.Module, rank: int, world_size: int, average: Calla
     return over_ranks(losses)
 
 
+def full_gradient(model: nn.Module) -> Tensor:
+    """Return the full gradient as one vector, (number of parameters,), on every rank."""
+    return torch.cat([getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)().flatten() for p in model.parameters()])
+
+
+def build_blocks() -> nn.ModuleList:
+    """Build the equal blocks of a transformer: (B, TOKENS, BLOCK_WIDTH) -> the same."""
+    settings = {"dropout": 0.0, "batch_first": True}
+    return nn.ModuleList(nn.TransformerEncoderLayer(BLOCK_WIDTH, 4, 4 * BLOCK_WIDTH, **settings) for _ in range(BLOCKS))
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Return an SGD optimizer. SGD's losses show whether gradients were averaged or summed; Adam's would hide it."""
     return torch.optim.SGD(model.parameters(), lr=0.3)

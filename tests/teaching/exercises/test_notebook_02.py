@@ -57,15 +57,30 @@ class TestAverageGradients(BuildTestsOnRanks):
     checker = staticmethod(notebook_02.check_average_gradients)
     starter = "on 2 ranks.*there was no collective"
     wrong = [
-        ([("    flat /= dist.get_world_size()\n", "")], "the losses don't match DDP's.*wrong-summed-loss"),
+        ([("    flat /= dist.get_world_size()\n", "")], "the gradients are sums over 2 ranks, not means$"),
         ([("size + parameter.grad.nbytes > bucket_bytes", "bucket")], "a step runs 6 collectives"),
-        # one all-reduce per gradient and a sum: the losses come first, as the first hint does
+        # one all-reduce per gradient and a sum: the gradients come first, as the first hint does
         (
             [("size + parameter.grad.nbytes > bucket_bytes", "bucket"), ("    flat /= dist.get_world_size()\n", "")],
-            "the losses don't match DDP's: .* in step 2",
+            "the gradients are sums",
         ),
         ([("size + parameter.grad.nbytes > bucket_bytes", "False")], "one collective sends 47.7 kB"),
-        ([("    average(bucket)  # the last one, full or not\n", "")], "the losses don't match DDP's"),
+        (
+            [("    average(bucket)  # the last one, full or not\n", "")],
+            "608 of 11,923 gradients aren't the ranks' mean; are all",
+        ),
+        (
+            [("gradient.copy_(part.view_as(gradient))", "gradient = part.view_as(gradient)")],
+            "1.,.* of 11,923 .* means copied back",
+        ),
+        (
+            [("dist.all_reduce(flat)", "dist.reduce(flat, 0)")],
+            "rank 0: .* first gradients are right, but the losses aren't DDP's",
+        ),
+        (
+            [("    dist.all_reduce(flat)", "    dist.get_rank() or dist.all_reduce(flat)")],
+            "collectives don't match: does every rank run the same",
+        ),
         ([("dist.all_reduce(flat)", "dist.all_sum(flat)")], r"my_ddp.py fails on line 18: AttributeError"),
     ]
 

@@ -62,7 +62,17 @@ class TestLowerPeak(RunTests):
 # ---------------------------------------------------------------- the build
 
 
-UNPADDED = "my_unit.py fails|do all ranks have the same number"
+FLATTEN = """        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        return nn.functional.pad(flat, (0, -len(flat) % self.world_size))
+"""
+PADDED_EACH = [
+    (
+        FLATTEN,
+        "        return torch.cat([nn.functional.pad(own.flatten(), (0, -own.numel() % self.world_size)) for own in tensors])\n",
+    ),
+    ("full[: sum(sizes)].split(sizes)", "full.split([size + -size % self.world_size for size in sizes])"),
+    ("view.view(shape)", "view[: shape.numel()].view(shape)"),
+]
 
 
 class TestUnit(BuildTestsOnRanks):
@@ -70,12 +80,21 @@ class TestUnit(BuildTestsOnRanks):
     checker = staticmethod(notebook_03.check_unit)
     starter = "on 2 ranks, my_unit.py fails: TypeError: a Unit needs `shard`"
     wrong = [
-        ([("        self.shard.grad /= self.world_size\n", "")], "single-process run.*wrong-summed-loss"),
+        (
+            [("        self.shard.grad /= self.world_size\n", "")],
+            "gradient norm is 2.00 times .*; a sum over 2 ranks becomes their mean only when it's divided by 2$",
+        ),
+        ([("self.shard.grad /= self.world_size", "self.shard.grad /= 4")], "norm is 0.50 times .*wrong-summed-loss"),
+        ([("self.shard.grad =", "own ="), ("self.shard.grad", "own")], "after reduce_gradients, `shard.grad` is None"),
+        (
+            [("full.chunk(world_size)[rank]", "full.chunk(world_size)[0]")],
+            "the first loss is wrong.*`unshard`.* in step 1$",
+        ),
+        (PADDED_EACH, r"the shard has 5,964 values; .*ceil\(P / N\) = 5,962$"),
         # divided as if there were always two ranks
-        # the first loss comes before any gradient
         (
             [("        self.shard.grad /= self.world_size\n", "        self.shard.grad /= 2\n")],
-            "on 3 ranks.*instead of .* in step 2",
+            "on 3 ranks.*the gradient norm is 1.50 times the norm in a single process$",
         ),
         ([("parameter.data = torch.empty(0)", "pass")], "bytes are held after __init__"),
         ([("        self.reshard()\n\n", "\n")], "bytes are held after __init__, more than a shard needs"),
@@ -107,7 +126,10 @@ class TestUnit(BuildTestsOnRanks):
             ],
             "'all_reduce': 1",
         ),
-        ([("(0, -len(flat) % self.world_size)", "(0, 0)")], UNPADDED),
+        (
+            [("(0, -len(flat) % self.world_size)", "(0, 0)")],
+            "the ranks' shards differ in length, 5,962 and 5,961; .* where does padding go",
+        ),
     ]
 
     def test_the_package_s_own_answer_is_refused(self, write):

@@ -38,6 +38,7 @@ class TestThreshold(RunTests):
 # ---------------------------------------------------------------- the build
 
 AS_ONE_UNIT = ("fully_shard(list(pair), mesh=mesh)", "pass")
+PAIRS = "for pair in zip(blocks[::2], blocks[1::2], strict=True):"
 OTHER_WAY = """
 from torch.distributed.fsdp import fully_shard
 
@@ -54,12 +55,20 @@ class TestCut(BuildTestsOnRanks):
     checker = staticmethod(notebook_04.check_cut)
     starter = "on 2 ranks, rank 0: 100 parameters aren't in any unit"
     wrong = [
-        ([AS_ONE_UNIT], "the peak is .* the target is below"),
+        ([AS_ONE_UNIT], "the peak is .* the target is below .*: one unit is the entire model.*memory-root-only"),
+        (
+            [(PAIRS, "for pair in (blocks[:4], blocks[4:]):")],
+            "the largest of 3 units has 452 kB of parameters; smaller units .* once$",
+        ),
+        (
+            [("list(pair), mesh=mesh", "list(pair), mesh=mesh, reshard_after_forward=False")],
+            "4 of 5 units aren't resharded after forward, in addition to the root$",
+        ),
         ([("fully_shard(list(pair), mesh=mesh)", "[fully_shard(one, mesh=mesh) for one in pair]")], "26 collectives"),
         # four single blocks, and four are the root's: few collectives, and a low peak
         (
-            [("for pair in zip(blocks[::2], blocks[1::2], strict=True):", "for pair in zip(blocks[4:]):")],
-            "blocks.0, blocks.1, blocks.2, blocks.3 belong only to the root",
+            [(PAIRS, "for pair in zip(blocks[4:]):")],
+            "blocks.0, blocks.1, blocks.2, blocks.3 belong only to the root, .* until backward ends$",
         ),
         (
             [

@@ -1,10 +1,7 @@
 """The build exercises of notebook 13."""
 
-import torch
 from builds import BuildTestsOnRanks
-from pretrained import kept_shape
 
-from fsdp_helpers.models.llama import Llama
 from fsdp_helpers.teaching.exercises import notebook_13
 
 MEAN_OF_MEANS = (
@@ -28,13 +25,14 @@ class TestDocumentLoss(BuildTestsOnRanks):
         ([("    dist.all_reduce(num_documents)", "    pass")], "direction is off .*same weight.*wrong-mean-of-means"),
         (
             [(" * dist.get_world_size()", "")],
-            "the gradient norm is 0.500 times the norm in a single process .*wrong-summed-loss",
+            "the gradient norm is 0.50 times the norm in a single process .*wrong-summed-loss",
         ),
         ([("index == len(parts) - 1", "True")], "6 reduce-scatters, but the model has only 3 units"),
         ([("    dist.all_reduce(total)\n", "")], "the returned loss is"),
         ([MEAN_OF_MEANS], "the gradient's direction is off by [2-9].%.*wrong-mean-of-means"),
-        ([BY_TOKENS], "times the norm in a single process .*wrong-summed-loss"),
-        ([BY_ROWS], "the gradient norm is 0.875 times the norm in a single process"),  # 7 documents, 8 rows
+        ([BY_TOKENS], "the gradient norm is 0.05 times the norm in a single process$"),
+        ([BY_ROWS], "the gradient norm is 0.8[78] times the norm in a single process$"),  # 7 documents, 8 rows
+        ([("index == len(parts) - 1", "index == 0")], "reduced before the last backward pass"),
         ([EVERYTHING], "the model processed .* tokens, but this rank's parts have only"),
     ]
 
@@ -105,20 +103,3 @@ class TestAdapters(BuildTestsOnRanks):
         ([BY_OPTION], "1 tensors that aren't trained, including lm_head.weight"),
         (ELSEWHERE, "in the file, .*second_a differs from the model"),
     ]
-
-
-# ---------------------------------------------------------------- the adapters of the third exercise
-
-
-def test_adapters_of_the_kept_model_are_small_and_start_with_no_change():
-    model = Llama(kept_shape())
-    numbers = torch.arange(24).view(2, 12)
-    right = model(numbers)
-    model = notebook_13.add_adapters(model, 8)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert sum(parameter.nbytes for parameter in trained) <= 0.05 * 4 * 1_214_080
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(notebook_13.ADAPTERS):
-                parameter.normal_() if name.endswith("lora_a") else parameter.zero_()
-    assert torch.equal(model(numbers), right)

@@ -103,7 +103,10 @@ class TestMove(BuildTestsOnRanks):
             [("    set_optimizer_state_dict(model, optimizer, adam, options=options)\n", "")],
             "the losses diverge from the baseline's.* in step 2 .*save-plain-optimizer-state",
         ),
-        ([("    set_model_state_dict(model, weights, options=options)\n", "")], "n't match the file's weights"),
+        (
+            [("    set_model_state_dict(model, weights, options=options)\n", "")],
+            "n't match the file's weights.*save-not-set",
+        ),
         # 4
         (
             [
@@ -117,9 +120,9 @@ class TestMove(BuildTestsOnRanks):
         # the right losses, with twice the traffic
         (
             [("        model.set_requires_gradient_sync(False)  # 4: instead of no_sync\n", "")],
-            "6 steps ran 48 reductions; .* 4 units is enough, even with 2 micro-batches.*slow-gather-every-micro-batch",
+            "6 steps ran 48 reductions; .* 4 units is right, even with 2 micro-batches. What replaces no_sync.$",
         ),
-        ([("        model.set_requires_gradient_sync(True)\n", "")], "the losses diverge from the baseline's"),
+        ([("        model.set_requires_gradient_sync(True)\n", "")], "6 steps ran 0 reductions"),
         # 5
         (
             [("            loss_of(model, held_out)", "            mesh.get_rank() or loss_of(model, held_out)")],
@@ -129,7 +132,7 @@ class TestMove(BuildTestsOnRanks):
         ([("get_model_state_dict(model, options=options)", "model.state_dict()")], "in the file is a shard"),
         (
             [("        fully_shard(block, mesh=mesh)\n", "        pass\n")],
-            "the units are root; make one unit per block",
+            "the units are root; make one unit per block.*memory-root-only",
         ),
     ]
 

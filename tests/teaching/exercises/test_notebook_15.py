@@ -29,6 +29,18 @@ BIAS_ON_RANK_0 = [
 ]  # fmt: skip
 
 
+PARALLELIZED = """
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def SplitMLP(up, down, group):
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(nn.Sequential(up, nn.GELU(), down), DeviceMesh.from_group(group, "cpu"), plan)
+"""
+
+
 class TestSplitMLP(BuildTestsOnRanks):
     name = "my_mlp"
     checker = staticmethod(notebook_15.check_split_mlp)
@@ -37,6 +49,7 @@ class TestSplitMLP(BuildTestsOnRanks):
         (BIAS_INSIDE, "the losses don't match a single-process run: .* in step 1$"),
         ([NO_ENTER], "the input gradient, which the layers below need, doesn't match a single-process run"),
         ([(".chunk(size)[rank]", ""), (".chunk(size, dim=1)[rank]", "")], "your MLP keeps .* values; a rank's part of both weights"),
+        ([(".clone())", ")")], "your MLP keeps 514 values; a rank's part"),
         ([("Leave.apply(F.linear(hidden, self.down_weight), self.group)", "F.linear(hidden, self.down_weight)")], "forward runs no collective; it needs one all-reduce"),
         ([("        return total, None", "        return total / 2, None")], "the input gradient"),
         ([("hidden = F.gelu(F.linear", "hidden = F.relu(F.linear")], "the losses don't match a single-process run"),
@@ -44,9 +57,9 @@ class TestSplitMLP(BuildTestsOnRanks):
         ([("class SplitMLP(nn.Module)", "def SplitMLP(up, down, group):\n    return None\n\n\nclass Unused(nn.Module)")], "SplitMLP creates an object of type NoneType; it should be an nn.Module"),
     ]  # fmt: skip
 
-    def test_other_ways_are_accepted(self, write):
-        """The bias inside the sum, on one rank alone."""
-        write(self.changed(*BIAS_ON_RANK_0))
+    @pytest.mark.parametrize("way", ["the bias inside the sum, on one rank alone", "torch's own"])
+    def test_other_ways_are_accepted(self, write, way):
+        write(PARALLELIZED if way == "torch's own" else self.changed(*BIAS_ON_RANK_0))
         self.accept(**self.settings)
 
     def test_a_gather_is_not_an_all_reduce(self, write):
