@@ -24,7 +24,7 @@ def test_loading_is_exact_only_with_every_line(chapter):
     put_back = (
         'set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])\n'
     )
-    for line in ('dcp.load(state, checkpoint_id=f"{folder}/first")\n', put_back):
+    for line in ('dcp.load(state, checkpoint_id=f"{live_folder}/first")\n', put_back):
         chapter.run("live-load", {"live-load": (line, "")})
         assert chapter.value("ranks['resumed_losses'] == ranks['undisturbed']") is False
     chapter.run("live-load")
@@ -51,7 +51,7 @@ def test_a_background_save_has_the_state_of_the_call(chapter):
     chapter.run("app-state")
     chapter.run("live-async")
     assert chapter.value("ranks['in_background']") == [True, True]
-    line = 'dcp.load({"training": AppState(model, optimizer)}, checkpoint_id=f"{folder}/background")\n'
+    line = 'dcp.load({"training": AppState(model, optimizer)}, checkpoint_id=f"{live_folder}/background")\n'
     chapter.run("live-async", {"live-async": (line, "")})  # two steps later
     assert chapter.value("ranks['in_background']") == [False, False]
 
@@ -63,7 +63,7 @@ def test_a_parameter_without_a_gradient_so_far_needs_the_index(chapter):
     assert "Missing key in checkpoint state_dict: optimizer." in failure(chapter, "live-load", {})
     chapter.execute(
         "%%ranks\nfrom fsdp_helpers.teaching.lessons.saving_and_resuming import load_shards\n"
-        'model, optimizer = build(seed=1)\nload_shards(f"{folder}/first", model, optimizer)\n'
+        'model, optimizer = build(seed=1)\nload_shards(f"{live_folder}/first", model, optimizer)\n'
         "resumed_losses = train_steps(model, optimizer, range(3, 6))"
     )
     assert chapter.value("ranks['resumed_losses'] == ranks['undisturbed']") is True
