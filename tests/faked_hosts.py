@@ -11,6 +11,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -78,6 +79,7 @@ def main() -> None:
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
+        sys.path[0] = str(Path(sys.argv[0]).parent)  # as Python has it for a script
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
