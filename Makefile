@@ -57,7 +57,7 @@ FAST_TESTS = $(PYTEST) --durations=25 --numprocesses $(FAST_WORKERS) -m "not lon
 LONG_NOTEBOOKS := $(foreach number,04 07 13 10 06 08 11 14,$(wildcard notebooks/$(number)_*.ipynb))
 NOTEBOOKS_TOO = $(PYTEST) --nbmake --timeout=1200 $(LONG_NOTEBOOKS) $(filter-out $(LONG_NOTEBOOKS),$(sort $(wildcard notebooks/*.ipynb)))
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-# uv, where it is there, is several times as fast as pip; `make lab UV=` takes pip.
+# uv installs, where it is there; `make lab UV=` takes pip.
 UV ?= $(shell command -v uv 2> /dev/null)
 # Which build of PyTorch: the ordinary one, or `cpu`. An environment keeps the one that it was made with.
 TORCH ?= $(shell cat $(INSTALLED) 2> /dev/null)

@@ -23,7 +23,7 @@ ASIDES = (
 )  # in pip's output
 LAST_LINES = 12  # of the output of a step that failed
 SIZES = {"": "7 GB, most of it PyTorch with its CUDA libraries", "cpu": "2 GB, most of it PyTorch's CPU build"}
-MINUTES = {True: "about 2 minutes", False: "4 to 8 minutes"}  # with uv, and with pip, on a fast network
+MINUTES = {True: "a few minutes", False: "4 to 8 minutes"}  # with uv, and with pip on a fast network
 ONLY_CUDA = re.compile(r"(nvidia-|cuda-|triton==)")  # packages that only PyTorch's CUDA build needs
 
 
