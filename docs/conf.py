@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 project = html_title = "FSDP, learned by running it"
 extensions = ["myst_nb", "pages"]
 root_doc = "README"  # `make book` names its page index.html, too
-include_patterns = ["*.md", "notebooks/[0-9][0-9]_*.ipynb", "notebooks/*.md"]
+include_patterns = ["*.md", "notebooks/[0-9][0-9]_*.ipynb", "notebooks/*.md", "notebooks/failures/*.md", "docs/*.md"]
 exclude_patterns = [".*", "work", "book", "data", "tests", "fsdp_helpers", "notebooks/*_before*"]
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"  # links in tables that a cell printed, too

@@ -16,6 +16,9 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 GLOSSARY = "notebooks/GLOSSARY"
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+)\)")  # to a folder, it leads nowhere on a site
 DESCRIPTIONS: dict[str, str] = {}  # of all pictures so far, by the digests that name their files
+SCRIPT = re.compile(
+    r'<a href=\\"failures/[^"]*\.py\\">([^<]*)</a>'
+)  # in HTML; Sphinx copies only files that Markdown links to
 CONTENTS = """
 ```{toctree}
 :hidden:
@@ -24,10 +27,21 @@ CONTENTS = """
 notebooks/[0-9]*
 notebooks/GLOSSARY
 notebooks/WORKSHOP
+notebooks/failures/README
 COMMANDS
 CONTRIBUTING
 CHANGELOG
 AGENTS
+docs/gpu-record
+```
+"""
+FAILURES = "notebooks/failures/README"
+TEXTS = """
+```{toctree}
+:hidden:
+:glob:
+
+*
 ```
 """
 
@@ -41,6 +55,8 @@ def prepare(app: Sphinx, name: str, source: list[str]) -> None:
     """Add the contents to the first page; remove outputs that need a kernel, and those of unsolved exercises."""
     if name == app.config.root_doc:
         source[0] = LINK.sub(lambda link: link[1] if (app.srcdir / link[2]).is_dir() else link[0], source[0]) + CONTENTS
+    elif name == FAILURES:
+        source[0] += TEXTS
     elif source[0].startswith("{"):
         notebook = json.loads(source[0])
         notebook["metadata"].pop("widgets", None)
@@ -50,7 +66,7 @@ def prepare(app: Sphinx, name: str, source: list[str]) -> None:
             elif "outputs" in cell:
                 cell["outputs"] = [one for one in cell["outputs"] if not needs_a_kernel(one)]
                 DESCRIPTIONS.update(map(described, filter(has_description, cell["outputs"])))
-        source[0] = json.dumps(notebook)
+        source[0] = SCRIPT.sub(r"\1", json.dumps(notebook))
 
 
 def needs_a_kernel(output: dict) -> bool:

@@ -124,6 +124,7 @@ WRONG = [
     ([("$((20000 + SLURM_JOB_ID % 10000))", "$SLURM_JOB_ID")], "the port has to be between 1024 and 65535"),
     ([("$first:", "localhost:")], "the meeting point has to be one of the job's nodes"),
     ([("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "")], "gives each restart its own store"),
+    ([("RDZV_TCP_STORE=1", "RDZV_TCP_STORE=0")], "gives each restart its own store"),
     ([("--max-restarts=3 ", "")], "torchrun restarts no ranks; which option"),
     # torchrun takes the last one, and after a script's name all belongs to the script
     ([("--max-restarts=3", "--nnodes=1 --max-restarts=3")], "torchrun --nnodes is 1; it should be 4 or 4:4"),
