@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from fsdp_helpers.cli.compare import add_compare_arguments
 from fsdp_helpers.cli.flags import Flag, add_flags, flags
+from fsdp_helpers.cli.inspect_command import add_inspect_arguments
 from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_command
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.config import TrainConfig
@@ -89,6 +90,12 @@ def build_parser() -> argparse.ArgumentParser:
         "message", nargs="*", metavar="MESSAGE", help="the message (default: read from standard input)"
     )
     explain.set_defaults(run=explain_command)
+
+    inspect = commands.add_parser(
+        "inspect", help="run your training script on CPU ranks, and name its silent failures; exit status 1 if any"
+    )
+    add_inspect_arguments(inspect)
+    inspect.set_defaults(run=inspect_command)
 
     lab = commands.add_parser("lab", help="open copies of the notebooks in JupyterLab, which gets other arguments")
     lab.add_argument("--copies", type=Path, metavar="DIR", help="the folder with your copies (default: work)")
@@ -226,6 +233,15 @@ def explain_command(options: argparse.Namespace) -> int:
     matches = find_cards(text)
     print(explain_text(text, matches))
     return 0 if matches else FAILED
+
+
+def inspect_command(options: argparse.Namespace) -> int:
+    from fsdp_helpers.cli.inspect_command import check, inspect, start_ranks
+
+    check(options, started_as_rank())
+    if started_as_rank():
+        return inspect(options)
+    return start_ranks(sys.argv[sys.argv.index("inspect") + 1 :], options.world_size)
 
 
 def lab_command(options: argparse.Namespace) -> None:

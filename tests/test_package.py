@@ -19,7 +19,7 @@ FLOORS = (
     {"cli"},
     {"teaching"},
     {"training"},
-    {"measuring"},
+    {"measuring", "inspecting"},
     {"sharding", "checkpointing"},
     {"ranks", "planning"},
     {"models", "data"},
