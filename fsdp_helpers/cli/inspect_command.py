@@ -115,7 +115,7 @@ class Meeting:
         if self.rank == 0:
             answers = [pickle.loads(self.store.get(name)) for name in names]
             records = [record for _, record in answers]
-            print(report(str(self.options.script), records), flush=True)
+            print(report(self.options.script.name, records), flush=True)
             self.store.set("status", str(max([*(own for own, _ in answers), int(bool(findings(records)))])))
         self.store.wait(["status"])
         if ANSWER not in os.environ:
