@@ -8,13 +8,26 @@ import sys
 import pytest
 from inspected import FOLDER, take_home, watch
 from leftovers import PROJECT
+from runs import mostly_long
 
 END_S = 300.0
-SHARE = "inputs.chunk(world_size)[rank]"
+LOSS = "outputs.flatten(0, 1), labels.flatten())"
 BUGS = [  # one line of a take-home script each, and the card that names it
-    ("fsdp2.py", "    fully_shard(model, mesh=mesh)", "    pass", "crash-mixed-tensor-dtensor"),
+    ("fsdp2.py", "    fully_shard(model, mesh=mesh)", "    pass", "wrong-forgotten-root"),
+    ("levers.py", "is_last)  # the last", "False)  # the last", "memory-accumulation"),
     ("fsdp2.py", "torch.manual_seed(0)", "torch.manual_seed(rank)", "wrong-different-seeds"),
-    ("fsdp2.py", "[rank].to(device)  #", "[0].to(device)  #", "wrong-same-data"),
+    ("fsdp2.py", "inputs.chunk(world_size)[rank]", "inputs.chunk(world_size)[0]", "wrong-same-data"),
+    ("fsdp2.py", LOSS, LOSS.replace("())", "(), reduction='sum')"), "wrong-summed-loss"),
+    (
+        "fsdp2.py",
+        LOSS,
+        LOSS.replace("())", "().where(torch.rand(24 * 16 // world_size) > rank / 2, -100))"),
+        "wrong-mean-of-means",
+    ),
+    ("fsdp2.py", "    for layer in model[:-1]:", "    for layer in ():", "memory-root-only"),
+    ("levers.py", "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16", "wrong-bf16-reduction"),
+    ("levers.py", "dropout=0.0", "dropout=0.1", "wrong-same-random-numbers"),
+    ("ddp.py", "outputs = model(inputs)", "outputs = model.module(inputs)", "wrong-unwrapped-module"),
 ]
 
 
@@ -70,7 +83,7 @@ def test_losses_are_bitwise_those_of_a_plain_run(num_ranks, tmp_path):
     assert done.returncode == 0 and re.findall(r"step \d.*", done.stdout) == lines
 
 
-@pytest.mark.parametrize("name, right, wrong, card", BUGS)
+@pytest.mark.parametrize("name, right, wrong, card", mostly_long(BUGS, telling=(0, 1)))
 def test_a_bug_of_one_line_is_named_by_its_card(name, right, wrong, card, tmp_path):
     code, arguments = take_home(name, tmp_path)
     assert code.count(right) >= 1
