@@ -119,7 +119,8 @@ def threads(watch: Watch) -> None:
     """
 
     def at_end() -> None:
-        cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if (num := torch.get_num_threads()) > 1 and num * ranks > cores:
             watch.say("slow-threads", f"{ranks} ranks with {num} threads each share {cores} cores", "")
 
