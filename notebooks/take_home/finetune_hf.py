@@ -618,7 +618,9 @@ def try_out(model: nn.Module, device: torch.device, num_rows: int) -> bool:
 # ---------------------------------------------------------------- adapters
 
 
-def add_adapters(model: nn.Module, units: dict[str, str], arguments: argparse.Namespace) -> list[str]:
+def add_adapters(
+    model: nn.Module, units: dict[str, str], arguments: argparse.Namespace, device: torch.device
+) -> list[str]:
     """Freeze the model, and add two thin fp32 matrices to projections in its layers. Return the projections' names.
 
     Hu et al. 2021, arXiv:2106.09685. lora_alpha / lora_rank * B A input is added to a projection's output. Each rank
@@ -638,7 +640,7 @@ def add_adapters(model: nn.Module, units: dict[str, str], arguments: argparse.Na
     if odd := sorted(set(wanted) - set(ends)) or not known:
         end_together(f"--lora-targets: the layers have no linear {odd}; they have {', '.join(ends)}", status=2)
     adapted = [name for name in known if name.split(".")[-1] in wanted]
-    random, device = torch.Generator().manual_seed(arguments.seed), next(model.buffers(), torch.empty(0)).device
+    random = torch.Generator().manual_seed(arguments.seed)
     for name in adapted:
         projection = model.get_submodule(name)
         num_inputs, num_outputs = inputs_and_outputs(projection)
@@ -1135,7 +1137,8 @@ def main(arguments: argparse.Namespace) -> torch.device:
     if arguments.length > context:
         refuse(f"--length {arguments.length} is longer than the model's context of {context} tokens")
     files = dtypes_in_files(arguments.model)
-    units = units_of(build(config, arguments), arguments.unit)
+    empty = build(config, arguments)
+    units = units_of(empty, arguments.unit)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     lock, device = join(arguments.out, arguments.device)
@@ -1146,11 +1149,14 @@ def main(arguments: argparse.Namespace) -> torch.device:
         end_together("--offload moves shards to host memory, where CPU ranks keep them anyway", status=2)
     if dist.get_world_size() % arguments.replicas:
         end_together(f"--replicas {arguments.replicas} doesn't divide {dist.get_world_size()} ranks", status=2)
+    num_experts = {one.shape[0] for one in empty.parameters() if one.dim() == 3}
+    if any(number % (dist.get_world_size() // arguments.replicas) for number in num_experts):
+        end_together(f"{sorted(num_experts)} experts can't be shared by {dist.get_world_size()} ranks", status=2)
     background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     is_bf16 = arguments.lora_rank and all(dtype == torch.bfloat16 for _, dtype in files.values())
     model = load(arguments, units, compute_dtype(device) if is_bf16 else torch.float32, device)
     arguments.packed = try_out(model, device, arguments.micro_batch)
-    adapted = add_adapters(model, units, arguments) if arguments.lora_rank else []
+    adapted = add_adapters(model, units, arguments, device) if arguments.lora_rank else []
     describe(model)
 
     tokens = from_rank_0(lambda: prepared_by_rank_0(arguments), background)  # which may take hours
