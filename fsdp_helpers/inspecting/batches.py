@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_helpers.inspecting.watch import Watch, digest, place
+from fsdp_helpers.ranks.group import num_cores
 
 
 def same_batch(watch: Watch) -> None:
@@ -119,8 +120,7 @@ def threads(watch: Watch) -> None:
     """
 
     def at_end() -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cores, ranks = num_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if (num := torch.get_num_threads()) > 1 and num * ranks > cores:
             watch.say("slow-threads", f"{ranks} ranks with {num} threads each share {cores} cores", "")
 

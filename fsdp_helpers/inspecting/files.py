@@ -20,7 +20,7 @@ from fsdp_helpers.ranks.stacks import LIBRARY
 def written_by_all(watch: Watch) -> None:
     """Note the files that the script opens for writing (an audit hook), and those of `torch.save`.
 
-    Silent about files that libraries open, that aren't on all ranks, and outside a job of several ranks.
+    Silent about files that libraries open, that are empty at the end, and that aren't on all ranks.
     """
 
     def opened(event: str, args: tuple) -> None:
@@ -35,21 +35,22 @@ def written_by_all(watch: Watch) -> None:
             note("save-half-written", os.fspath(target))
 
     def note(card: str, path: str) -> None:
-        path = os.path.abspath(path)
-        if not watch.record.seen["saving"] and not watch.record.seen["losses"]:
-            files[path] = place()
-        watch.differ(card, path, "written", f"every rank writes {os.path.basename(path)}")
+        is_early = not watch.record.seen["saving"] and not watch.record.seen["losses"]
+        files.setdefault(os.path.abspath(path), (card, place(), is_early))
 
     def at_end() -> None:
-        for path, line in files.items():
+        for path, (card, line, is_early) in files.items():
             folder, name = os.path.split(path)
-            if os.environ.get("RANK", "0") in name and os.path.isfile(path):
+            size = os.path.getsize(path) if os.path.isfile(path) else None
+            if size != 0:  # an empty file is a lock, or a mark
+                watch.differ(card, path, "written", f"every rank writes {name}", line)
+            if size and is_early and os.environ.get("RANK", "0") in name:
                 with open(path, "rb") as file:
                     content = hashlib.file_digest(file, "sha256").hexdigest()
-                text = f"every rank writes the same {os.path.getsize(path)} bytes to a file of its own, here {name}"
+                text = f"every rank writes the same {size} bytes to a file of its own, here {name}"
                 watch.differ("slow-every-rank-downloads", (folder, line), content, text, line)
 
-    files: dict[str, str] = {}
+    files: dict[str, tuple[str, str, bool]] = {}
     watch.on("end", at_end)
     sys.addaudithook(opened)
     watch.after(torch, "save", saved)
