@@ -37,6 +37,7 @@ TOOLS_INSTALLED := .venv-tools/installed
 TOOLS_PACKAGES := transformers==5.23.0 tokenizers==0.23.3 accelerate==1.15.0 peft==0.21.2
 DOCS_BIN := .venv-docs/bin
 DOCS_INSTALLED := .venv-docs/installed
+PYODIDE := pyodide@314.0.7
 DOCS_PACKAGES := sphinx==9.0.4 docutils==0.22.4 myst-nb==1.4.0 myst-parser==5.2.0 sphinx-book-theme==1.4.0 pydata-sphinx-theme==0.20.0
 XLA_BIN := .venv-xla/bin
 XLA_INSTALLED := .venv-xla/installed
@@ -93,6 +94,7 @@ $(TOOLS_INSTALLED): $(INSTALLED) Makefile
 
 $(DOCS_INSTALLED): $(INSTALLED) Makefile
 	$(call install_beside,.venv-docs,$(DOCS_PACKAGES))
+	if command -v npm > /dev/null; then cd .venv-docs && tar xzf "$$(npm pack --silent $(PYODIDE))"; fi
 
 # The last torch_xla fits one version of torch, so it has an environment of its own.
 $(XLA_INSTALLED): Makefile
@@ -145,6 +147,7 @@ book: $(DOCS_INSTALLED)
 	$(DOCS_BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --doctree-dir $(CACHE)/doctrees --conf-dir docs . book
 	rm -rf jupyter_execute
 	cp book/README.html book/index.html
+	@test -d .venv-docs/package || echo "npm is missing, so the book has no pages that plan and explain; see nodejs.org"
 	@echo "open book/index.html"
 
 test-book: $(DOCS_INSTALLED)

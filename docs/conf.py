@@ -4,13 +4,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from pages import PYODIDE
 
 project = html_title = "FSDP, learned by running it"
 extensions = ["myst_nb", "pages"]
 root_doc = "README"  # `make book` names its page index.html, too
-include_patterns = ["*.md", "notebooks/[0-9][0-9]_*.ipynb", "notebooks/*.md", "notebooks/failures/*.md", "docs/*.md"]
+include_patterns = ["*.md", "notebooks/[0-9][0-9]_*.ipynb", "notebooks/*.md", "docs/*.md"]
+include_patterns += ["notebooks/failures/*", "notebooks/take_home/*.py"]
 exclude_patterns = [".*", "work", "book", "data", "tests", "fsdp_helpers", "notebooks/*_before*"]
+exclude_patterns += [] if PYODIDE.is_dir() else ["docs/w*.md"]
 nb_execution_mode = "off"
+nb_custom_formats = {".py": "pages.read_script"}
 nb_render_markdown_format = "myst"  # links in tables that a cell printed, too
 myst_heading_anchors = 4
 myst_heading_slug_func = "pages.anchor_of"

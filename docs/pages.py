@@ -1,24 +1,33 @@
-"""What Sphinx has to know of these pages: JupyterLab's anchors, outputs that need a kernel, figures' descriptions, words.
+"""What Sphinx has to know of these pages.
 
-The words are those of the glossary.
+JupyterLab's anchors, outputs that need a kernel, figures' descriptions, words of the glossary, failures, and the package
+for the pages that run it in the browser.
 """
 
+import difflib
 import json
 import re
+import shutil
+import zipfile
 from base64 import b64decode
 from hashlib import sha256
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
+import nbformat
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
+from fsdp_helpers.field_guide import SCRIPT, Card, cards
+
+PROJECT = Path(__file__).parents[1]
+PYODIDE = PROJECT / ".venv-docs" / "package"  # as npm unpacks it
+PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+FAILURES = "notebooks/failures/"
+SCRIPT_LINK = re.compile(r"(href=\S*failures/[a-z0-9-]+)\.(?:py|md)\b")  # in what a cell shows
 GLOSSARY = "notebooks/GLOSSARY"
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+)\)")  # to a folder, it leads nowhere on a site
 DESCRIPTIONS: dict[str, str] = {}  # of all pictures so far, by the digests that name their files
-SCRIPT = re.compile(
-    r'<a href=\\"failures/[^"]*\.py\\">([^<]*)</a>'
-)  # in HTML; Sphinx copies only files that Markdown links to
 CONTENTS = """
 ```{toctree}
 :hidden:
@@ -28,20 +37,11 @@ notebooks/[0-9]*
 notebooks/GLOSSARY
 notebooks/WORKSHOP
 notebooks/failures/README
+docs/*
 COMMANDS
 CONTRIBUTING
 CHANGELOG
 AGENTS
-docs/gpu-record
-```
-"""
-FAILURES = "notebooks/failures/README"
-TEXTS = """
-```{toctree}
-:hidden:
-:glob:
-
-*
 ```
 """
 
@@ -55,8 +55,10 @@ def prepare(app: Sphinx, name: str, source: list[str]) -> None:
     """Add the contents to the first page; remove outputs that need a kernel, and those of unsolved exercises."""
     if name == app.config.root_doc:
         source[0] = LINK.sub(lambda link: link[1] if (app.srcdir / link[2]).is_dir() else link[0], source[0]) + CONTENTS
-    elif name == FAILURES:
-        source[0] += TEXTS
+    elif name == f"{FAILURES}README":
+        source[0] += all_messages()
+    elif name.startswith(FAILURES) and not app.env.doc2path(name).suffix == ".py":
+        source[0] = f"---\norphan: true\n---\n{source[0]}"
     elif source[0].startswith("{"):
         notebook = json.loads(source[0])
         notebook["metadata"].pop("widgets", None)
@@ -87,6 +89,37 @@ def describe_pictures(app: Sphinx, page: nodes.document) -> None:
     """Give each figure its description, in place of its file's name."""
     for image in page.findall(nodes.image):
         image["alt"] = DESCRIPTIONS.get(PurePosixPath(image["uri"]).stem, image.get("alt", ""))
+
+
+def all_messages() -> str:
+    """Return what programs print when they fail, in one list, so that the browser's search finds it on the page."""
+    rows = (f"- [{card.name}]({card.file}): {row}\n" for card in cards().values() for row in card.rows())
+    return "\n## All that people see\n\n" + "".join(rows)
+
+
+def read_script(source: str) -> nbformat.NotebookNode:
+    """Return a script as a page: its docstring, its code and, for one of the field guide, what the fix changes."""
+    about, code = SCRIPT.fullmatch(source.partition("\n")[2] if source.startswith("#!") else source).groups()
+    text = f"{about if about.startswith('# ') else '# ' + about}\n\n## The script\n\n```python\n{source}```\n"
+    card = Card("", about, code)
+    broken, fixed = card.script(broken=True).splitlines(), card.script(fixed=True).splitlines()
+    if changes := list(difflib.unified_diff(broken, fixed, lineterm="", n=2))[2:]:
+        text += "\n## The fix\n\n```diff\n" + "\n".join(changes) + "\n```\n"
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)], metadata={"orphan": True})
+
+
+def add_python(app: Sphinx, error: Exception | None) -> None:
+    """Put Pyodide and the package beside the pages that run it."""
+    if error or not PYODIDE.is_dir():
+        return
+    static = Path(app.outdir, "_static")
+    (static / "pyodide").mkdir(exist_ok=True)
+    for name in PYODIDE_FILES:
+        shutil.copy(PYODIDE / name, static / "pyodide")
+    with zipfile.ZipFile(static / "fsdp_helpers.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in [*PROJECT.glob("fsdp_helpers/**/*"), *PROJECT.glob(f"{FAILURES}*.*")]:
+            if path.suffix in (".py", ".md", ".toml", ".json", ".csv"):
+                archive.write(path, path.relative_to(PROJECT))
 
 
 def words_in(text: str) -> list[str]:
@@ -120,5 +153,6 @@ class GlossaryLinks(SphinxPostTransform):
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", prepare)
     app.connect("doctree-read", describe_pictures)
+    app.connect("build-finished", add_python)
     app.add_post_transform(GlossaryLinks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -16,7 +16,6 @@ from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_command
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes, format_count
-from fsdp_helpers.ranks import server
 from fsdp_helpers.training.torchrun import end_with_agent, read_place, started_as_rank
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -175,6 +174,8 @@ def _wrong_place(options: argparse.Namespace) -> str:
             if options.command == "train":
                 read_place()
         elif options.command in ("train", "compare"):
+            from fsdp_helpers.ranks import server  # a browser, where plan and explain run, has no processes
+
             server.ensure_running()
     except ValueError as error:
         return str(error)

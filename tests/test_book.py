@@ -13,6 +13,8 @@ from bs4 import BeautifulSoup
 from leftovers import PROJECT
 from reading_pages import anchors, broken_links, build_book, loaded_files
 
+from fsdp_helpers.field_guide import cards
+
 pytest.importorskip("myst_nb", reason="Sphinx is missing: `make test-book` installs it")
 
 
@@ -29,6 +31,16 @@ def test_every_chapter_is_there_and_every_link_leads_somewhere(book):
     listed = BeautifulSoup((book / "README.html").read_text(), "html.parser").select("nav.bd-links a")
     assert {Path(link["href"]).stem for link in listed} >= {*chapters, "GLOSSARY", "WORKSHOP", "COMMANDS"}
     assert broken_links(book) == []
+
+
+def test_every_failure_has_a_page_with_its_script_and_its_fix(book):
+    pages = {path.stem: path.read_text() for path in (book / "notebooks" / "failures").glob("*-*.html")}
+    assert set(pages) == set(cards())
+    text = BeautifulSoup(pages["wrong-forgotten-root"], "html.parser").get_text()
+    script = cards()["wrong-forgotten-root"].script(broken=True)
+    assert all(line.strip() in text for line in script.splitlines()) and "The fix" in text
+    messages = BeautifulSoup((book / "notebooks" / "failures" / "README.html").read_text(), "html.parser").get_text()
+    assert [one for card in cards().values() for one in card.messages() if one not in messages] == []
 
 
 def test_it_opens_from_its_folder_alone_and_every_picture_is_described(book):

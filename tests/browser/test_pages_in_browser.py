@@ -1,14 +1,21 @@
 """Slides, handouts and the book in Chromium: nothing is cut off, and nothing is asked of another machine."""
 
+import json
 import os
+import random
 import shutil
+import threading
+import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import nbformat
 import pytest
 from leftovers import PROJECT, SESSION_VARIABLE
 from reading_pages import build_book
 
+from fsdp_helpers.__main__ import main
 from fsdp_helpers.cli.lab import handouts, slides
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing: `make test-browser` installs it")
@@ -130,3 +137,83 @@ def test_no_figure_of_the_book_loses_its_shape(browser, book_folder, width):
     page.goto((book_folder / "notebooks" / "04_fsdp_auto_wrap.html").as_uri())
     assert page.locator("article img").count() > 3 and page.evaluate(SQUEEZED) == []
     page.close()
+
+
+CONFIG = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256, "intermediate_size": 128}
+CONFIG |= {"num_attention_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False}
+LEVERS = [
+    [],
+    ["--activation-checkpointing", "units"],
+    ["--strategy", "ddp"],
+    ["--precision", "fp32"],
+    ["--sharding", "hybrid"],
+]
+PLANS = [
+    ["plan", "--model", model, "--world-size", ranks, *lever]
+    for model, ranks in (("llama-8b", "64"), ("llama-70b", "1024"), ("vit-b16", "8"))
+    for lever in LEVERS
+    for lever in (lever, [*lever, "--device", "a100"])
+]
+RUN = "async words => (await (await import(new URL('../_static/command_line.js', location))).run(words))"
+
+
+@pytest.fixture(scope="module")
+def served(book_folder) -> Iterator[str]:
+    """The address of the book behind a static server on this machine."""
+    if not (book_folder / "_static" / "pyodide").is_dir():
+        pytest.skip("npm was missing when Sphinx was installed, so the book has no pages that run commands")
+    handler = partial(QuietHandler, directory=book_folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_the_browser_says_what_the_command_line_says(browser, served, capsys, monkeypatch):
+    """Thirty plans and thirty messages, to the letter; and nothing is asked of another machine."""
+    monkeypatch.chdir(PROJECT)
+    symptoms = tomllib.loads((PROJECT / "tests" / "cli" / "symptoms.toml").read_text("utf-8"))["said"]
+    messages = [row["text"] for row in random.Random(61).sample(symptoms, 30)]
+    page, asked = browser.new_page(), []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{served}/docs/what-broke.html")
+    commands = [*PLANS, *(["explain", "--", message] for message in messages)]
+    assert len(commands) == 60
+    for words in commands:
+        status = main(words)
+        assert page.evaluate(RUN, words) == {"status": status, "text": capsys.readouterr().out}, words
+    page.close()
+    assert [url for url in asked if not url.startswith((served, "data:", "blob:"))] == []
+
+
+def test_a_plan_from_the_form_fits_a_phone_and_its_link_plans_again(browser, served):
+    """A pasted config, with bad input first: one line, as in a terminal."""
+    page = browser.new_page(viewport=PHONE, color_scheme="dark")
+    page.goto(f"{served}/docs/will-it-fit.html")
+    page.wait_for_function("() => document.querySelector('select[name=model]').options.length > 0", timeout=120_000)
+    said = "() => document.getElementById('said').textContent"
+    for config, begins in (("{", "plan: "), (json.dumps(CONFIG), "config.json")):
+        page.fill("textarea[name=config]", config)
+        page.press("textarea[name=config]", "Tab")
+        page.locator("input[name=world-size]").press("Enter")
+        page.wait_for_function(f"begins => ({said})().includes(begins)", arg=begins, timeout=60_000)
+    assert page.locator("#bytes div").count() > 4
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
+    assert page.evaluate(RUNS_OFF) == []
+    again = browser.new_page()
+    again.goto(page.url)
+    again.wait_for_function(f"text => ({said})() === text", arg=page.evaluate(said), timeout=120_000)
+
+
+def test_an_answer_links_to_the_failures_page(browser, served):
+    page = browser.new_page()
+    page.goto(f"{served}/docs/what-broke.html")
+    page.fill("textarea", "RuntimeError: got mixed torch.Tensor and DTensor")
+    page.click("form.command button")
+    page.click("#said a", timeout=120_000)
+    assert page.locator("article h1").inner_text().startswith("got mixed torch.Tensor and DTensor")

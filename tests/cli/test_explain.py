@@ -160,10 +160,12 @@ def test_nothing_to_explain_is_bad_input(monkeypatch, capsys):
     assert re.fullmatch(r"fsdp_helpers: explain: give a message.*\n", capsys.readouterr().err)
 
 
-def test_it_answers_where_torch_cannot_be_imported():
+def test_it_answers_where_there_is_no_torch_and_no_process():
+    """As in a browser, where `plan` has to work, too."""
     code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from fsdp_helpers.__main__ import main; sys.exit(main(['explain', 'exitcode: -9']))"
+        "import sys; sys.modules |= {'torch': None, '_multiprocessing': None}\n"
+        "from fsdp_helpers.__main__ import main; main('plan --model llama-8b --world-size 8'.split())\n"
+        "sys.exit(main(['explain', 'exitcode: -9']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "memory-every-rank-loads: " in done.stdout, done.stderr
