@@ -68,7 +68,7 @@ def prepare(app: Sphinx, name: str, source: list[str]) -> None:
             elif "outputs" in cell:
                 cell["outputs"] = [one for one in cell["outputs"] if not needs_a_kernel(one)]
                 DESCRIPTIONS.update(map(described, filter(has_description, cell["outputs"])))
-        source[0] = SCRIPT.sub(r"\1", json.dumps(notebook))
+        source[0] = SCRIPT_LINK.sub(r"\1.html", json.dumps(notebook))
 
 
 def needs_a_kernel(output: dict) -> bool:

@@ -27,7 +27,7 @@ and don't make a unit of a module that isn't always used.
   `Inference tensors cannot be saved for backward`, `` `no_sync()` on inner FSDP instances is not supported ``,
   `state has already been lazily initialized for`, `requires running forward through the root module first` (a run on
   the CPU)
-- `` Invalid: ``_post_backward_hook_state`` ``, `` Expects `BACKWARD_PRE` or `BACKWARD_POST` state but got ``, `` The
+- ``` Invalid: ``_post_backward_hook_state`` ```, `` Expects `BACKWARD_PRE` or `BACKWARD_POST` state but got ``, `` The
   `grad_fn` is needed to access the `AccumulateGrad` and register the post-backward hook ``, `HandleTrainingState.IDLE`
   (torch/distributed/fsdp/_runtime_utils.py)
 - `Forward order differs across ranks`, `Expected to not all-gather any more parameters`
