@@ -32,7 +32,7 @@ def test_every_failure_that_a_checker_names_is_there():
 
 
 ERRORS = {
-    "the process was ended by SIGABRT": ["crash-skipped-step"],
+    "Missing key in checkpoint state_dict: model.weight.": ["save-missing-key"],
     "RuntimeError: aten.mm got mixed torch.Tensor and DTensor, need to convert": ["crash-mixed-tensor-dtensor"],
     "Parameter is shared with a parameter already managed by another FSDP group": ["crash-tied-weights"],
     'Missing key(s) in state_dict: "0.weight".\n Unexpected key(s): "module.0.weight".': ["save-module-prefix"],
