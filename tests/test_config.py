@@ -20,6 +20,7 @@ def test_defaults_are_valid_and_frozen():
         ({"strategy": "zero9"}, "unknown strategy 'zero9'; choose one of local, ddp"),
         ({"epochs": 0}, "epochs is 0; it must be a whole number, 1 or more"),
         ({"epochs": True}, "epochs is True"),
+        ({"epochs": None}, "epochs is None"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"global_batch_size": -1}, "global_batch_size is -1"),
         ({"train_images": 0}, "train_images is 0"),

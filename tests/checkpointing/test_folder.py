@@ -149,7 +149,7 @@ def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
     "spoil, message",
     [
         (lambda path: (path / ".metadata").unlink(), r"\.metadata is missing\. Put it back, or delete step-00000020"),
-        (lambda path: (path / ".metadata").write_bytes(b"12"), r"\.metadata is damaged: 2 bytes instead of 3"),
+        (lambda path: (path / ".metadata").write_bytes(b"1234"), r"\.metadata is damaged: 4 bytes instead of 3"),
         (lambda path: (path / "__0_0.distcp").write_bytes(b""), r"__0_0\.distcp is damaged: 0 bytes instead of 5"),
         (lambda path: (path / "checkpoint.json").unlink(), "isn't a checkpoint: it has no readable checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "it has no readable checkpoint.json"),
