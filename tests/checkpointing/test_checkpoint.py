@@ -239,6 +239,9 @@ def test_an_earlier_version_wrote_json(tmp_path, monkeypatch):
     extra = load(saved, built(2)[0])
     assert (extra["step"], extra["base"][0], extra[1]) == (2, 0.5, "one")
     assert extra["base"][1].tolist() == [0, 1, 2]
+    (saved / "state.json").write_text(json.dumps(older | {"color": "red"}))
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged: .* the keys optimizer, values, extra, color"):
+        load(saved, built(2)[0])
 
 
 def test_an_extra_that_is_not_plain_is_refused(tmp_path):

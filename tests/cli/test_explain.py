@@ -145,6 +145,7 @@ def test_an_exit_code_alone_leads_to_its_card(said, name):
 def test_the_command_prints_the_remedy(capsys):
     assert main_in_process("explain", "got mixed torch.Tensor and DTensor") == 0
     out = capsys.readouterr().out
+    assert "why:         A unit's hooks" in out and "how to tell: In the traceback" in out
     assert "fix:         Call the unit." in out and "failures/crash-mixed-tensor-dtensor." in out
 
 

@@ -149,6 +149,9 @@ def test_the_sweep_finds_the_fewest(capsys):
     )
     assert lines[1].split() == [*"GPUs sequence batch recompute chunks sharding peak tokens/s GPU-hours days".split()]
     assert [line.split()[0] for line in lines[2:5]] == ["8", "16", "32"]
+    hours, days = ([float(line.split()[place].replace(",", "")) for line in lines[2:5]] for place in (-2, -1))
+    assert days == pytest.approx([time / 24 / ranks for time, ranks in zip(hours, (8, 16, 32), strict=True)], abs=0.1)
+    assert days[0] > days[1] > days[2]
     fewest = int(lines[5].split(": ")[1].split()[0])
     assert "are the fewest that finish within 30 days" in lines[5] and 8 <= fewest <= 32
 

@@ -137,10 +137,12 @@ def test_runs_that_differ_only_in_their_shards_share_a_measurement(monkeypatch):
     kinds = {"fsdp": {}, "ddp": {"strategy": "ddp"}, "half": {"global_batch_size": 4}}
     kinds["recomputed"] = {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"}
     kinds |= {"bf16": {"precision": "bf16"}, "no dropout": {"dropout": False}}
+    kinds |= {"cut": {"strategy": "fsdp-auto-wrap"}, "offload": {"strategy": "fsdp-offload"}}
     runs = {
         name: replace(tiny_record(), config=replace(config, **changes), world_size=2) for name, changes in kinds.items()
     }
     together = predicted_peaks(runs)
+    assert together["offload"] == together["cut"]  # the memory of a run on the CPU is the host's
     assert measured[:3] == [(4, "none", "fp32", True), (2, "none", "fp32", True), (4, "units", "fp32", True)]
     assert measured[3:] == [(4, "none", "bf16", True), (4, "none", "fp32", False)]
     assert together == {name: predicted_peaks({name: run})[name] for name, run in runs.items()}

@@ -324,6 +324,14 @@ def test_a_bar_of_a_plan_has_the_color_of_its_category_in_every_figure():
     assert drawn == [to_hex(PEAK_COLORS[category]) for category in CATEGORIES.values()]
 
 
+def test_names_at_the_same_height_are_moved_apart_in_their_column():
+    assert list(plots.apart([(1, 100, "a"), (2, 99, "b"), (2, 100, "c")])) == [
+        (1, 100, "a"),
+        (2, 99, "b"),
+        (2, 106, "c"),
+    ]
+
+
 def test_a_title_says_no_more_than_the_numbers():
     assert titles.fits_from({8: 30e9, 16: 20e9, 1024: 9e9}, 10e9) == "Fits 10 GB on 1,024 ranks or more"
     assert titles.fits_from({8: 30e9}, 10e9) == "Doesn't fit 10 GB on 8 ranks"
