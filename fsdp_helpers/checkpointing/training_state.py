@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -158,6 +159,11 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
 
 def gather_on_rank_0(value: Any) -> Any:
     """Return the full tensor for the shard `value`, in host memory, on rank 0; other ranks free it and return None."""
+    if isinstance(value, ShardedTensor):  # of FSDP1 without a mesh
+        device = value.metadata().shards_metadata[0].placement.device()
+        full = torch.empty(value.size(), dtype=value.dtype, device=device) if this_rank() == 0 else None
+        value.gather(0, full)
+        value = full
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

@@ -403,11 +403,10 @@ def test_one_process_loads_it_and_the_one_file_and_buffers_are_rank_0s(name, sav
     load(folder / name, model, optimizer)
     assert workers.differences(workers.whole_state(model, optimizer), expected) == []
     assert all(tensor.any() for key, tensor in expected.items() if key.startswith("optimizer."))  # worth comparing
-    if name != "fsdp1 without a mesh":  # which `train` never has, and of which `save_full` gathers nothing
-        content = torch.load(folder / f"{name}.pt", weights_only=True)
-        assert equal(content["model"], dict(model.state_dict()))
-        for number, (parameter, _) in enumerate(model.named_parameters()):
-            assert equal(content["optimizer"]["state"][parameter], optimizer.state_dict()["state"][number])
+    content = torch.load(folder / f"{name}.pt", weights_only=True)
+    assert equal(content["model"], dict(model.state_dict()))
+    for number, (parameter, _) in enumerate(model.named_parameters()):
+        assert equal(content["optimizer"]["state"][parameter], optimizer.state_dict()["state"][number])
     entries = {entry.name: entry for entry in read_index(folder / name)}
     for buffer in ("model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked"):
         (part,) = entries[buffer].shards
