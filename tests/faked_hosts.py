@@ -11,7 +11,6 @@ import runpy
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -79,7 +78,6 @@ def main() -> None:
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(sys.argv[0]).parent)  # as Python has it for a script
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

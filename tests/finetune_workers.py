@@ -46,7 +46,7 @@ def poisoned(poison: Poison) -> Iterator[None]:
     def poison_and_clip(parameters, *rest, **settings):
         parameters = list(parameters)
         if next(steps) == poison.step and dist.get_rank() == dist.get_world_size() - 1:
-            own = [getattr(one.grad, "_local_tensor", one.grad) for one in parameters if one.grad is not None]
+            own = [one.grad.to_local() for one in parameters if one.grad is not None]
             if poison.value is not None:
                 next(shard for shard in own if shard.numel()).view(-1)[0] = poison.value
             if poison.with_sigterm:

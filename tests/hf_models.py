@@ -8,14 +8,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    BertConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
-    GPTNeoXConfig,
     LlamaConfig,
     MixtralConfig,
-    OPTConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
@@ -40,7 +37,6 @@ OWN = {
     "gemma3": {"head_dim": 8, "sliding_window": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 8},  # caps its logits
     "mixtral": {"num_local_experts": 4},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
 }
 CLASSES = {
     "llama": LlamaConfig,
@@ -49,9 +45,6 @@ CLASSES = {
     "gemma2": Gemma2Config,
     "phi3": Phi3Config,
     "mixtral": MixtralConfig,
-    "opt": OPTConfig,
-    "neox": GPTNeoXConfig,  # transformers renames tensors of these two, or splits them, as it loads
-    "bert": BertConfig,  # which isn't causal
 }
 SMALL_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from finetune_workers import poisoned
 from take_home_workers import load_script
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_helpers.measuring.memory import trace_memory
 
@@ -56,7 +55,7 @@ def run_each(rank: int, world_size: int, ports: list[int], runs: list[list[str]]
         script = load_script("finetune_hf.py")
         script.CHUNK = CHUNK
         if change["padded"]:
-            pad(script)
+            script.documents_are_apart = lambda *_: False
         if change["stop"] and rank == world_size - 1:
             interrupt(script)
         if change["judged"]:
@@ -69,11 +68,6 @@ def run_each(rank: int, world_size: int, ports: list[int], runs: list[list[str]]
         if trace:
             found[-1].peak_bytes = trace.last_step().curve.peak_bytes
     return found
-
-
-def pad(script: ModuleType) -> None:
-    try_out = script.try_out
-    script.try_out = lambda *inputs: try_out(*inputs) and False
 
 
 def interrupt(script: ModuleType) -> None:
@@ -110,15 +104,15 @@ class Refused(BaseException):
 
 def watch(script: ModuleType, seen: Seen) -> None:
     """Note what the script asks for, and let it have it."""
-    recompute, cross_entropy, describe = script.checkpoint, script.F.cross_entropy, script.describe
-    begin, train, try_out = script.Checkpoints.begin, script.train, script.try_out
+    shard, recompute, cross_entropy = script.fully_shard, script.checkpoint, script.F.cross_entropy
+    begin, train, are_apart = script.Checkpoints.begin, script.train, script.documents_are_apart
 
     def refuse(message: str, status: int = 2) -> None:
         raise Refused(message)
 
-    def note_units(model: nn.Module) -> None:
-        seen.units = [script.kind_of(one) for one in model.modules() if isinstance(one, script.FSDPModule)]
-        describe(model)
+    def note_unit(module: nn.Module, **settings) -> nn.Module:
+        seen.units.append(type(module).__name__)
+        return shard(module, **settings)
 
     def note_recomputed(function, *inputs, **settings):
         if torch.is_grad_enabled():
@@ -129,29 +123,23 @@ def watch(script: ModuleType, seen: Seen) -> None:
         seen.chunks.append(len(logits))
         return cross_entropy(logits, *rest, **settings)
 
-    def note_rows(model, device, num_rows):
+    def note_rows(loss, device, num_rows):
         seen.num_rows_tried = num_rows
-        is_apart = try_out(model, device, num_rows)
-        seen.chunks.clear()
-        return is_apart
+        return are_apart(loss, device, num_rows)
 
-    def note_save(self, model, optimizer, step):
+    def note_save(self, loss, optimizer, step):
         seen.saves.append(step)
-        return begin(self, model, optimizer, step)
+        return begin(self, loss, optimizer, step)
 
-    def look_at_state(model, optimizer, *rest):
-        parameters = dict(model.named_parameters())
-        frozen = {name: local(one).clone() for name, one in parameters.items() if not one.requires_grad}
-        done = train(model, optimizer, *rest)
-        seen.frozen_kept = all(torch.equal(local(parameters[name]), one) for name, one in frozen.items())
-        moments = [one for state in optimizer.state.values() for one in state.values() if one.dim()]
-        seen.own_bytes = sum(local(one).nbytes for one in [*parameters.values(), *moments])
+    def look_at_state(loss, optimizer, *rest):
+        frozen = {name: one.to_local().clone() for name, one in loss.named_parameters() if not one.requires_grad}
+        done = train(loss, optimizer, *rest)
+        parameters = dict(loss.named_parameters())
+        seen.frozen_kept = all(torch.equal(parameters[name].to_local(), one) for name, one in frozen.items())
+        moments = [one.to_local() for state in optimizer.state.values() for one in state.values() if one.dim()]
+        seen.own_bytes = sum(one.nbytes for one in [*(p.to_local() for p in parameters.values()), *moments])
         return done
 
-    script.refuse, script.describe, script.checkpoint = refuse, note_units, note_recomputed
+    script.refuse, script.fully_shard, script.checkpoint = refuse, note_unit, note_recomputed
     script.F = argparse.Namespace(**vars(script.F) | {"cross_entropy": note_chunk})
-    script.Checkpoints.begin, script.train, script.try_out = note_save, look_at_state, note_rows
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    script.Checkpoints.begin, script.train, script.documents_are_apart = note_save, look_at_state, note_rows

@@ -23,9 +23,9 @@ WRITE = "^open .*unfinished.*/__0_0.distcp w"
 METADATA = "^open .*unfinished.*/.metadata.tmp w"  # when all ranks have written
 NAME = "^os.rename .*unfinished.* .*/step-"
 BEGIN = "^os.mkdir .*unfinished-model"
-SHARD = "^open .*unfinished-model/(sharded/shard-00001.*|model.safetensors) w"  # the latter in finetune_hf.py
-JOIN = "^open .*unfinished-model/model(-00001-of-.*|.safetensors) w"
-JOINED = "^shutil.(rmtree .*unfinished-model/sharded|copyfile .*unfinished-model/)"
+SHARD = "^open .*unfinished-model/sharded/shard-00001.* w"
+JOIN = "^open .*unfinished-model/model-00001-of-.* w"
+JOINED = "^shutil.rmtree .*unfinished-model/sharded"
 COPY = "^shutil.copyfile .*unfinished-model/"
 EXPORT = "^os.rename .*unfinished-model .*/model"
 # The N-th event of a kind, and who is killed: the rank that comes to it, its sibling, or torchrun. Of 10 steps, the

@@ -6,7 +6,6 @@ import io
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +28,6 @@ SMALL_NORM = 0.1  # for levers.py, whose norms are about 0.8
 
 def load_script(name: str | Path) -> ModuleType:
     """A take-home script, or one at another path, as a module; nothing in it runs."""
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # finetune_hf.py imports prepare_text.py
     spec = importlib.util.spec_from_file_location(Path(name).stem, FOLDER / name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

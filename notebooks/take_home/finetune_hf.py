@@ -1,21 +1,14 @@
-"""Fine-tune any causal language model in `transformers` with FSDP2.
+"""Fine-tune any causal language model in `transformers` with FSDP2. This script needs torch and transformers.
 
-This script needs torch, transformers, and prepare_text.py next to it. Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs if every host has one for
+Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. It uses GPUs if every host has one for
 each of its ranks, or the CPU if no host has any. A loss or gradient that isn't finite ends the run, and harms nothing.
-On several nodes, start the same command on each with torchrun's --nnodes, --rdzv-backend and --rdzv-endpoint; MODEL,
-DATA and RUN have to be on a disk that all nodes share. --replicas N (nodes) shards within nodes only.
 
-MODEL is a folder with config.json, safetensors files and a tokenizer. transformers loads it into shards, and names its
-units. (If it has no tokenizer and a vocabulary of 256, tokens are bytes.) DATA is a file that prepare_text.py can read
-(its docstring has the formats), or the folder that it wrote. As many documents as fit are packed into a row, unless the
-model's attention would mix them; for long packed rows, --attention flash_attention_2 needs no length x length mask.
-Checkpoints and log.jsonl go in RUN, and so does the finished model (or the adapter), in its own folder. For the weights
-of a checkpoint while the run goes on, copy the command with a new --out, copy the newest step-* folder there, and use
-its step as --steps: it exports, and trains no more.
-
-Refused in one line: models that aren't causal (BERT's family), that need an encoder's output (T5, BART), that are
-quantized, whose experts are separate modules, or whose loss differs when it's computed in chunks. A mixture of experts
-trains without its routers' extra loss.
+MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoModelForCausalLM` builds the model. (If it
+has no tokenizer and a vocabulary of 256, tokens are bytes.) DATA is a text file with blank lines between documents, or
+JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}. The loss covers texts,
+completions, and the assistant's turns. Texts longer than --length are split, and longer conversations are cut off. As
+many documents as fit are packed into a row, unless the model's attention would mix them. Checkpoints and log.jsonl go
+in RUN, and so does the finished model (or the adapter), in its own folder.
 
 Run the same command again to continue from the newest checkpoint, on any number of ranks. Between two runs, you may
 change --lr, --warmup, --steps, --epochs, and anything that doesn't affect the result. A different --batch, --length,
@@ -24,9 +17,9 @@ change --lr, --warmup, --steps, --epochs, and anything that doesn't affect the r
 
 import argparse
 import bisect
+import ctypes
 import fcntl
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -35,21 +28,29 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-import prepare_text
+
+def end_with_torchrun() -> None:
+    """Have Linux kill this rank if torchrun is killed; otherwise it would still be training during the next run."""
+    if sys.platform == "linux":
+        torchrun = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+        if os.getppid() != torchrun:
+            sys.exit("torchrun was killed")  # it died before the call above
+
 
 if __name__ == "__main__":
-    prepare_text.end_with_parent()  # before the imports below, which take seconds
+    end_with_torchrun()  # before the imports, which take seconds
 
 import torch
 import torch.distributed as dist
@@ -57,29 +58,31 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 try:
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
-    from transformers.distributed import DistributedConfig
 except ImportError:
-    sys.exit("finetune_hf.py needs transformers, 5.23 or newer: pip install transformers")
+    sys.exit("finetune_hf.py needs transformers: pip install transformers")
 
 IGNORED = -100  # the target of a token that has no loss, such as padding or part of the prompt
 CHUNK = 1024  # number of tokens whose logits exist at the same time
 MAX_NORM = 1.0  # the largest gradient norm; larger gradients are scaled down to it
+SCALE = 2.0  # an adapter's output is multiplied by this
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DIGEST = "digest"
 SAMPLES, SAMPLE_BYTES = 64, 65_536  # of each file of weights
-IN_PROCESS_BYTES = 4_000_000  # data up to this size are tokenized without workers, which take seconds to start
+TOKENS = "tokens.safetensors"
 # FIXED settings can't change when a run resumes; OBEYED ones can. The others don't affect the result.
-FIXED = ("batch", "length", "seed", "held_out", "lora_rank", "lora_alpha", "lora_targets", "packed", DIGEST)
+FIXED = ("batch", "length", "seed", "held_out", "lora_rank", "packed", DIGEST)
 OBEYED = ("lr", "warmup", "steps", "decay")
+TOKENS_BY = ("config", "token", "vocab", "merges", "chat", "special", "added", "spiece")  # files that affect the tokens
 WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
@@ -104,19 +107,11 @@ def end_together(message: str, status: int) -> None:
     sys.exit(status)
 
 
-def from_rank_0(find: Callable, group: dist.ProcessGroup | None = None):
+def from_rank_0(find: Callable):
     """Return what `find` returns on rank 0: hosts may see a shared folder as it was up to a minute ago."""
     found = [find() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, group=group)
+    dist.broadcast_object_list(found)
     return found[0]
-
-
-def agree(problem: str | None) -> None:
-    """End the run if any rank has a problem, which may have come to that rank alone."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    if problems := [one for one in found if one]:
-        end_together(problems[0], status=2)
 
 
 # ---------------------------------------------------------------- settings
@@ -126,7 +121,7 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", type=Path, help="a folder with config.json, safetensors files and a tokenizer")
-    add("data", type=Path, help="a text file, JSON lines, a JSON array, or a folder from prepare_text.py")
+    add("data", type=Path, help="a text file, or JSON lines")
     add("--out", type=Path, required=True, metavar="RUN", help="this run's folder")
     add("--epochs", type=float, default=1.0, help="how many times each row is seen (1)")
     add("--steps", type=int, help="number of optimizer steps, instead of --epochs")
@@ -151,12 +146,7 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--keep", type=int, default=2, help="how many checkpoints to keep (2)")
     add("--held-out", type=float, default=0.02, help="fraction of the documents to hold out for testing (0.02)")
     add("--test-every", type=int, default=100, help="measure the held-out loss every N steps (100)")
-    add("--skip-bad-lines", action="store_true", help="leave bad entries of DATA out, and count them")
     add("--lora-rank", type=int, default=0, metavar="R", help="freeze the model and train adapters of rank R")
-    add("--lora-alpha", type=float, help="the adapters' output is multiplied by this divided by the rank (2 R)")
-    add("--lora-targets", metavar="NAMES", help="linear layers to adapt, such as q_proj,v_proj (all in the units)")
-    add("--replicas", type=int, default=1, help="shard over 1/N of the ranks, and keep N copies (1)")
-    add("--log", type=Path, metavar="FILE", help="each step's numbers as JSON lines (RUN/log.jsonl)")
     add("--attention", help="sdpa, eager, flash_attention_2 ... (sdpa, or eager if the model lacks sdpa)")
     add("--compile", action="store_true", help="compile each layer with torch.compile")
     add("--offload", action="store_true", help="keep the shards and the optimizer state in host memory")
@@ -169,7 +159,7 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="cuda refuses the CPU; cpu ignores GPUs (auto)",
     )
     arguments = parser.parse_args(words)
-    for name in ("batch", "micro_batch", "length", "keep", "test_every", "steps", "epochs", "replicas"):
+    for name in ("batch", "micro_batch", "length", "keep", "test_every", "steps", "epochs"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}, but it has to be greater than 0")
@@ -177,10 +167,6 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--held-out is {arguments.held_out}, but it has to be a fraction, at least 0 and less than 1")
     if arguments.lora_rank < 0 or arguments.warmup < 0:
         parser.error("--lora-rank and --warmup can't be negative")
-    if not arguments.lora_rank and (arguments.lora_alpha or arguments.lora_targets):
-        parser.error("--lora-alpha and --lora-targets need a --lora-rank")
-    arguments.lora_alpha = arguments.lora_alpha or 2.0 * arguments.lora_rank
-    arguments.log = arguments.log or arguments.out / "log.jsonl"
     if arguments.lr is None:
         arguments.lr = 2e-4 if arguments.lora_rank else 1e-5
     return arguments
@@ -233,34 +219,173 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-# ---------------------------------------------------------------- rows and batches
+# ---------------------------------------------------------------- documents and tokens
 
 
-def prepared_by_rank_0(arguments: argparse.Namespace) -> Path | str:
-    """Return the folder of tokens. If they can't be made, return why, or an empty text if that's been printed."""
-    folder = arguments.data if arguments.data.is_dir() else arguments.out / "tokens"
-    words = {"length": arguments.length, "skip_bad": arguments.skip_bad_lines}
-    try:
-        if arguments.data.is_dir():
-            prepare_text.check_prepared(arguments.model, folder, arguments.length)
-        elif arguments.data.stat().st_size <= IN_PROCESS_BYTES:
-            prepare_text.prepare(arguments.model, arguments.data, folder, **words)
+class Bytes:
+    """The tokenizer for a model that comes without one and whose 256 tokens are bytes. A zero ends a document."""
+
+    bos_token_id = None
+    eos_token_id = 0
+    chat_template = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> argparse.Namespace:
+        return argparse.Namespace(input_ids=list(text.encode()))
+
+
+def read_tokenizer(folder: Path, vocabulary: int):
+    """Return the folder's tokenizer; its `eos_token_id` ends a document."""
+    if not any(folder.glob("tokenizer*")) and not (folder / "vocab.json").exists():
+        if vocabulary != 256:
+            refuse(
+                f"{folder} has no tokenizer, and a vocabulary of {vocabulary} can't be bytes; copy a tokenizer there"
+            )
+        return Bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        refuse(f"the tokenizer of {folder} has no end-of-text token; name one as eos_token in tokenizer_config.json")
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document as a list of segments, each with a flag for whether its tokens count in the loss."""
+
+    kind: str  # text, prompt or messages
+    segments: list[tuple[str, bool]]
+    num_rewritten: int = 0  # how many of the assistant's turns the chat template rewrites later
+
+
+def read_documents(path: Path, tokenizer) -> Iterator[Document]:
+    if path.suffix not in (".json", ".jsonl"):
+        for text in path.read_text().split("\n\n"):
+            yield Document("text", [(text, True)])
+        return
+    with path.open() as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield document_of(json.loads(line), tokenizer)
+                except Exception as error:  # a chat template can raise any exception
+                    refuse(f"{path}, line {number}: {error}")
+
+
+def document_of(entry: dict, tokenizer) -> Document:
+    if "messages" in entry:
+        return document_of_messages(entry["messages"], tokenizer)
+    if "completion" in entry:
+        return Document("prompt", [(entry["prompt"], False), (entry["completion"], True)])
+    if "text" in entry:
+        return Document("text", [(entry["text"], True)])
+    raise ValueError(f'it has {sorted(entry)}, but neither "text" nor "messages" nor "prompt" and "completion"')
+
+
+def document_of_messages(messages: list[dict], tokenizer) -> Document:
+    """Split a rendered conversation where the assistant's turns begin and end, so that we train only on those turns.
+
+    Some templates rewrite earlier turns (to drop their reasoning). We don't train on those turns; we only count them.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError('"messages" need a chat template, but the tokenizer has none; use "prompt" and "completion"')
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    full = render(messages)
+    segments, done, num_rewritten = [], 0, 0
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(messages[:index], add_generation_prompt=True)
+        after = render(messages[: index + 1])
+        if full.startswith(before) and full.startswith(after) and done <= len(before) <= len(after):
+            segments += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
+            done = len(after)
         else:
-            program = [sys.executable, prepare_text.__file__, arguments.model, arguments.data, folder]
-            flags = ["--length", str(arguments.length), *(["--skip-bad-lines"] if arguments.skip_bad_lines else ())]
-            return folder if subprocess.run([*program, *flags]).returncode == 0 else ""
-    except prepare_text.BadData as error:
-        return str(error)
-    return folder
+            num_rewritten += 1
+    return Document("messages", [*segments, (full[done:], False)], num_rewritten)
 
 
-def digest_of(arguments: argparse.Namespace, tokens: Path) -> str:
-    """Return a 16-digit digest of the tokenizer and data; for adapters, also of a sample of the model's weights.
+def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
+    """Return a document's tokens and, for each token, whether it counts in the loss.
+
+    We encode each segment separately, as at inference time, when the prompt is encoded before there's an answer.
+    """
+    if not any(text for text, is_learned in document.segments if is_learned):
+        return [], []
+    is_chat = document.kind == "messages"
+    tokens, learned = [], []
+    if not is_chat and tokenizer.bos_token_id in tokenizer("").input_ids:  # chat templates add this token themselves
+        tokens, learned = [tokenizer.bos_token_id], [False]
+    for text, is_learned in document.segments:
+        found = tokenizer(text, add_special_tokens=False).input_ids if text else []
+        tokens += found
+        learned += [is_learned] * len(found)
+    end = tokenizer.eos_token_id
+    if not (is_chat and any(token == end and own for token, own in zip(tokens, learned, strict=True))):
+        tokens.append(end)  # an answer in a chat may already have one
+        learned.append(True)
+    return tokens, learned
+
+
+def tokenize_once(arguments: argparse.Namespace, tokenizer, vocabulary: int) -> None:
+    """Write the documents' tokens to a file, unless it exists. Only rank 0 calls this; every rank reads the file."""
+    path = arguments.out / TOKENS
+    if path.exists():
+        with safe_open(path, "pt") as file:
+            if file.metadata()[DIGEST] == arguments.digest:
+                return
+    tokens, learned, ends, counts = tokenize(arguments, tokenizer)
+    print(f"{counts['documents']:,} documents, {len(tokens):,} tokens, {sum(learned):,} of them trained on", flush=True)
+    if counts["empty"]:
+        print(f"{counts['empty']:,} with nothing to train on are left out", flush=True)
+    if counts["split"] or counts["cut"]:
+        both = f"{counts['split']:,} texts are split and {counts['cut']:,} conversations are cut"
+        print(f"longer than {arguments.length:,} tokens: {both}", flush=True)
+    if counts["rewritten"]:
+        turns = f"{counts['rewritten']:,} of the assistant's earlier turns"
+        print(f"the chat template rewrites {turns}; we don't train on these", flush=True)
+    if not tokens:
+        refuse(f"{arguments.data} has nothing to train on")
+    if max(tokens) >= vocabulary:
+        refuse(
+            f"the tokenizer of {arguments.model} has tokens up to {max(tokens)}; the embedding has {vocabulary} rows"
+        )
+    content = {"tokens": torch.tensor(tokens, dtype=torch.int32), "learned": torch.tensor(learned)}
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    save_file(content | {"ends": torch.tensor(ends)}, unfinished, metadata={DIGEST: arguments.digest})
+    unfinished.rename(path)
+
+
+def tokenize(arguments: argparse.Namespace, tokenizer) -> tuple[list[int], list[bool], list[int], Counter]:
+    """Return all tokens, whether each token counts in the loss, where each document ends, and numbers to print."""
+    tokens, learned, ends = [], [], [0]
+    counts = Counter()
+    for document in read_documents(arguments.data, tokenizer):
+        found, own = encode(document, tokenizer)
+        firsts = range(0, max(1, len(found) - 1), arguments.length)  # n + 1 tokens make n pairs of token and next token
+        is_text = document.kind == "text"
+        counts["documents"] += 1
+        counts["rewritten"] += document.num_rewritten
+        counts["split" if is_text else "cut"] += len(firsts) > 1
+        for first in firsts if is_text else [0]:
+            piece = slice(first, first + arguments.length + 1)
+            if any(own[piece][1:]):
+                tokens += found[piece]
+                learned += own[piece]
+                ends.append(len(tokens))
+            else:
+                counts["empty"] += 1
+    return tokens, learned, ends, counts
+
+
+def digest_of(arguments: argparse.Namespace) -> str:
+    """Return a 16-digit digest of the model, tokenizer and data; for adapters, also of a sample of the model's weights.
 
     A checkpoint of adapters fits only the weights that they were trained on; other checkpoints have all weights.
     """
-    found = hashlib.sha256((tokens / "prepared.json").read_bytes())
-    found.update((arguments.model / "config.json").read_bytes())
+    paths = [path for path in side_files(arguments.model) if path.name.startswith(TOKENS_BY)]
+    found = hashlib.sha256(f"{arguments.length}".encode())
+    for path in [*paths, arguments.data]:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
     for path in sorted(arguments.model.glob("*.safetensors")) if arguments.lora_rank else ():
         size = path.stat().st_size
         found.update(f"{path.name} {size}".encode())
@@ -269,6 +394,9 @@ def digest_of(arguments: argparse.Namespace, tokens: Path) -> str:
                 file.seek(size * part // SAMPLES)
                 found.update(file.read(SAMPLE_BYTES))
     return found.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- rows and batches
 
 
 def pack(sizes: list[int], length: int) -> list[list[int]]:
@@ -286,24 +414,17 @@ def pack(sizes: list[int], length: int) -> list[list[int]]:
 
 
 class Rows:
-    """The pieces of documents in a folder of tokens, arranged in rows: some for training, some held out.
+    """The documents in the token file, arranged in rows: some for training, some held out."""
 
-    The files are mapped into memory, not read. Whole documents are held out, with all of their pieces.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        ends, firsts = (mapped(folder, name) for name in ("ends.bin", "firsts.bin"))
-        self.tokens, self.is_learned = (mapped(folder, name) for name in ("tokens.bin", "learned.bin"))
-        self.ends = [0, *ends.tolist()]
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.file = safe_open(arguments.out / TOKENS, "pt")
+        self.ends = self.file.get_tensor("ends").tolist()
         self.seed = arguments.seed
-        document_of = (firsts.cumsum(0) - 1).tolist()
-        num_documents = document_of[-1] + 1
+        num_documents = len(self.ends) - 1
         order = torch.randperm(num_documents, generator=torch.Generator().manual_seed(self.seed)).tolist()
         num_held_out = min(math.ceil(arguments.held_out * num_documents), num_documents - 1)
-        held_out = set(order[:num_held_out])
-        pieces = range(len(document_of))
-        self.held_out = self.in_rows([one for one in pieces if document_of[one] in held_out], arguments)
-        self.learned = self.in_rows([one for one in pieces if document_of[one] not in held_out], arguments)
+        self.held_out = self.in_rows(sorted(order[:num_held_out]), arguments)
+        self.learned = self.in_rows(sorted(order[num_held_out:]), arguments)
 
     def in_rows(self, documents: list[int], arguments: argparse.Namespace) -> list[list[int]]:
         sizes = [self.ends[document + 1] - self.ends[document] - 1 for document in documents]
@@ -327,8 +448,8 @@ class Rows:
         tokens, positions, targets = [], [], []
         for document in row:
             first, last = self.ends[document], self.ends[document + 1]
-            own = self.tokens[first:last].long()
-            learned = self.is_learned[first:last].bool()
+            own = self.file.get_slice("tokens")[first:last].long()
+            learned = self.file.get_slice("learned")[first:last]
             tokens.append(own[:-1])
             positions.append(torch.arange(last - first - 1))
             targets.append(own[1:].where(learned[1:], IGNORED))
@@ -338,8 +459,9 @@ class Rows:
         return sum(self.ends[document + 1] - self.ends[document] - 1 for document in row)
 
     def num_learned(self, rows: list[list[int]]) -> int:
+        learned = self.file.get_slice("learned")
         documents = [document for row in rows for document in row]
-        return sum(self.is_learned[self.ends[one] + 1 : self.ends[one + 1]].sum().item() for one in documents)
+        return sum(learned[self.ends[one] + 1 : self.ends[one + 1]].sum().item() for one in documents)
 
     def micro_batches(self, rows: list[list[int]], size: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
         """Yield this rank's rows, `size` at a time: tokens, positions and targets, each of shape (rows, longest).
@@ -359,36 +481,22 @@ class Rows:
             )
 
 
-def mapped(folder: Path, name: str) -> Tensor:
-    """Return a file of prepare_text.py's as a vector that the system reads when it's used."""
-    dtype = {"tokens.bin": torch.int32, "ends.bin": torch.int64}.get(name, torch.uint8)
-    path = folder / name
-    return torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)
-
-
 # ---------------------------------------------------------------- the model
 
 
-class TokenLoss:
-    """Takes the place of a model's `forward`: returns the sum of its tokens' losses, computing logits in chunks.
-
-    It runs inside the model's call, where FSDP has the shards that it needs.
-    """
+class TokenLoss(nn.Module):
+    """A language model whose `forward` returns the sum of its tokens' losses, computing logits in chunks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.decoder, self.plain = model, model.get_decoder(), model.forward
-        self.has_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
-        model.forward = self
+        super().__init__()
+        self.model = model
 
-    def __call__(self, tokens: Tensor, positions: Tensor | None, targets: Tensor | None = None) -> Tensor:
-        """Return the summed loss or, without targets, the last hidden states; without positions, the model's logits.
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the summed loss or, without targets, the last hidden states.
 
         All inputs have shape (rows, length). A position of 0 begins a new document.
         """
-        if positions is None:
-            return self.plain(input_ids=tokens, use_cache=False).logits
-        places = {"position_ids": positions} if self.has_positions else {}
-        output = self.decoder(input_ids=tokens, use_cache=False, **places)
+        output = self.model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
         hidden = output.last_hidden_state
         if targets is None:
             return hidden
@@ -400,11 +508,12 @@ class TokenLoss:
 
     def loss_of(self, output: type, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return a chunk's summed loss. The model's `forward` computes logits, since some models scale or cap them."""
-        self.decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
+        decoder = self.model.base_model
+        decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         try:
-            logits = self.plain(inputs_embeds=hidden[None], use_cache=False).logits[0]
+            logits = self.model(input_ids=None, use_cache=False).logits[0]
         finally:
-            del self.decoder.forward
+            del decoder.forward
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -414,203 +523,177 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except ValueError as error:  # a model that this version doesn't know, or whose code is in its own folder
-        refuse(f"{folder}: {one_line(error)}")
+        refuse(f"{folder}: {str(error).splitlines()[0]}")
+    if any((getattr(config, name, None) or 0) > 1 for name in EXPERTS):
+        refuse(f"{folder} is a mixture of experts, whose routers need an extra loss that this script doesn't have")
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         refuse(f"{folder}: AutoModelForCausalLM doesn't support the model type {config.model_type}")
-    if getattr(config, "quantization_config", None):
-        refuse(f"{folder} is quantized; this script can't train quantized models")
+    if not any(folder.glob("*.safetensors")):
+        refuse(f"{folder} has no safetensors files")
     return config
 
 
-def dtypes_in_files(folder: Path) -> dict[str, tuple[int, torch.dtype]]:
-    """Return each tensor's file (counted from 1) and dtype, for the files that transformers would load."""
-    index, found = folder / "model.safetensors.index.json", {}
-    single = ["model.safetensors"] if (folder / "model.safetensors").exists() else []
-    listed = single or sorted(set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ())
-    if not listed:
-        refuse(f"{folder} has no model.safetensors, and no model.safetensors.index.json that lists other files")
-    for number, name in enumerate(listed, start=1):
+@dataclass(frozen=True, kw_only=True)
+class FileTensor:
+    """A tensor in one of the model's files."""
+
+    file: int  # the file's number, counted from 1
+    name: str  # the file's name
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
+    """Return each tensor's file, dtype and shape, for the files in the folder's index or, without one, for all.
+
+    A tensor mustn't be in two files, listed or not: torch reads every file in the folder, and the last one would win.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = {path.name for path in folder.glob("*.safetensors")}
+    listed = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else names
+    found = {}
+    for number, name in enumerate([*sorted(listed), *sorted(names - listed)], start=1):
         with safe_open(folder / name, "pt") as file:
             for key in file.keys():
                 if key in found:
-                    refuse(f"{folder}: {key} is in {name} and in another file; which one is right?")
-                if (kind := file.get_slice(key).get_dtype()) not in FILE_DTYPES:
-                    refuse(f"{folder / name}: {key} is {kind}; this script can't train quantized models")
-                found[key] = (number, FILE_DTYPES[kind])
+                    refuse(f"{folder}: {key} is in {name} and in another file; move the wrong one out of the folder")
+                if name not in listed:
+                    continue
+                tensor = file.get_slice(key)
+                if tensor.get_dtype() not in FILE_DTYPES:
+                    refuse(f"{folder / name}: {key} is {tensor.get_dtype()}; this script can't train quantized models")
+                dtype = FILE_DTYPES[tensor.get_dtype()]
+                found[key] = FileTensor(file=number, name=name, dtype=dtype, shape=tuple(tensor.get_shape()))
     return found
 
 
-def one_line(error: BaseException) -> str:
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return said[0] if said else type(error).__name__
-
-
 def build(config: transformers.PretrainedConfig, arguments: argparse.Namespace) -> nn.Module:
-    """Return the model on the meta device, where tensors have shapes but no memory. Refuse what can't be trained."""
-    try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attention)
-        decoder, head = model.get_decoder(), model.get_output_embeddings()
-    except Exception as error:  # of the model's own code, or a wrong --attention
-        refuse(f"{arguments.model}: {one_line(error)}")
-    if decoder is model or head is None:
+    """Return the model on the meta device, where tensors have shapes but no memory."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=arguments.attention
+        )
+    if model.base_model is model:
         refuse(f"{type(model).__name__} has no decoder below its head")
-    if getattr(config, "is_encoder_decoder", False):
-        refuse(f"{type(model).__name__} needs an encoder's output, which this script doesn't have")
-    experts = [
-        name for name, one in model.named_modules() if name.endswith("experts") and isinstance(one, nn.ModuleList)
-    ]
-    if experts:  # a rank that doesn't use an expert would have no gradient for it, and sum the others in a wrong order
+    return model
+
+
+def match_files(model: nn.Module, folder: Path, files: dict[str, FileTensor]) -> dict[str, str]:
+    """Map each name in the files to a name in the model; files have a tied weight under only one of its names."""
+    names_of = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)]:
+        names_of.setdefault(tensor, []).append(name)
+    chosen = {next((name for name in names if name in files), names[0]): names[0] for names in names_of.values()}
+    known = {name for names in names_of.values() for name in names}
+    old = [*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq$"]  # now computed
+    extra = [name for name in files if name not in known and not any(re.search(pattern, name) for pattern in old)]
+    missing = [name for name in chosen if name not in files]
+    if missing or extra:
         refuse(
-            f"{type(model).__name__} keeps its experts as separate modules ({experts[0]}), which can't be sharded here"
+            f"{folder} doesn't fit {type(model).__name__}: its files lack {len(missing)} tensors{first_of(missing)}, "
+            f"and have {len(extra)} that the model lacks{first_of(extra)}"
         )
-    return model
+    for names in names_of.values():
+        if len(twice := [name for name in names if name in files]) > 1 and are_different(folder, files, *twice[:2]):
+            refuse(
+                f"{folder}: config.json ties {' and '.join(twice)}, but they differ in the files; which one is right?"
+            )
+    for in_file, name in chosen.items():
+        shape = tuple(model.get_parameter_or_buffer(name).shape)
+        if files[in_file].shape != shape:
+            refuse(f"{folder}: {in_file} is {files[in_file].shape}, but {shape} in the model built from config.json")
+    return chosen
 
 
-def units_of(model: nn.Module, class_name: str | None) -> dict[str, str]:
-    """Return the rules for units that transformers gets: the embedding, each layer of the decoder, and its own norm.
+def are_different(folder: Path, files: dict[str, FileTensor], one: str, other: str) -> bool:
+    """Return whether two tensors in the files differ; only the first rank of a host reads them."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return False
+    with safe_open(folder / files[one].name, "pt") as first, safe_open(folder / files[other].name, "pt") as second:
+        left, right = first.get_slice(one), second.get_slice(other)
+        if files[one].shape != files[other].shape:
+            return True
+        rows = range(0, files[one].shape[0], 4096)
+        return any(not torch.equal(left[row : row + 4096], right[row : row + 4096]) for row in rows)
 
-    The head stays in the root. As a unit, it would run once for each chunk of the loss, and ranks may have different
-    numbers of chunks; then their collectives don't match.
-    """
-    modules, decoder = dict(model.named_modules()), model.get_decoder()
-    names = {module: name for name, module in modules.items()}
+
+def first_of(names: list[str]) -> str:
+    return f" ({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    kept = model.state_dict(keep_vars=True)
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+
+
+def find_units(model: nn.Module, class_name: str | None) -> dict[str, nn.Module]:
+    """Return the modules to use as units: all of the given class, or all in the largest outermost list."""
+    modules = dict(model.named_modules())
     if class_name:
-        layers = {pattern_of(name) for name, module in modules.items() if type(module).__name__ == class_name}
-        known = sorted({type(module).__name__ for module in modules.values()})
-        if not layers:
+        units = {name: module for name, module in modules.items() if type(module).__name__ == class_name}
+        if not units:
+            known = sorted({type(module).__name__ for module in modules.values()})
             refuse(f"--unit {class_name}: the model has no such class; it has {', '.join(known)}")
-    else:
-        lists = [name for name, one in decoder.named_modules(prefix=names[decoder]) if isinstance(one, nn.ModuleList)]
-        outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-        if not outermost:
-            refuse("the model has no list of layers; give the class of its layers with --unit")
-        layers = {max(outermost, key=lambda name: sum(one.numel() for one in modules[name].parameters())) + ".*"}
-    type(model)._fsdp_plan = {}  # transformers' rule for the head
-    return dict.fromkeys([names[model.get_input_embeddings()], *sorted(layers)], "free_full_weight")
+        return units
+    lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList)}
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if not outermost:
+        refuse("the model has no list of layers; give the class of its layers with --unit")
+    largest = max(outermost, key=lambda name: sum(one.numel() for one in lists[name].parameters()))
+    return {f"{largest}.{name}": module for name, module in lists[largest].named_children()}
 
 
-def pattern_of(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+def shard(loss: TokenLoss, units: dict[str, nn.Module], device: torch.device, arguments: argparse.Namespace) -> None:
+    """Make each layer a unit, recomputed in backward. The embedding and the head stay in the root.
 
-
-def load(arguments: argparse.Namespace, units: dict[str, str], dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return the model with each rank's shards, which transformers reads from the files."""
-    world_size = dist.get_world_size()
-    mesh = DistributedConfig(
-        fsdp_size=world_size // arguments.replicas,
-        dp_replicate_size=arguments.replicas,
-        fsdp_plan=units,
-        fsdp_cpu_offload=arguments.offload,
-        fsdp_mixed_precision=compute_dtype(device) == torch.bfloat16,
-    )
-    settings = {"attn_implementation": arguments.attention, "dtype": dtype, "local_files_only": True}
-    problem = None
-    try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            arguments.model, distributed_config=mesh, output_loading_info=True, ignore_mismatched_sizes=True, **settings
-        )
-        wrong = {"lack": report["missing_keys"], "have, unlike the model,": report["unexpected_keys"]}
-        wrong["have in another shape"] = {name for name, *_ in report["mismatched_keys"]}
-        said = [f"{what} {first_of(names)}" for what, names in wrong.items() if names]
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        if said:
-            problem = f"{arguments.model} doesn't fit {kind_of(model)}: its files {'; they '.join(said)}"
-        elif model.config.get_text_config().tie_word_embeddings and head.weight is not embedding.weight:
-            problem = f"{arguments.model}: config.json ties the head and the embedding, but they differ in the files"
-    except Exception as error:  # of the model's own code
-        problem = f"{arguments.model} can't be loaded: {one_line(error)}"
-    agree(problem)
-    layers = [unit for name, unit in model.named_modules() if is_layer(name, units)]
-    if world_size == 1:
-        shard_alone(model, layers, device, arguments.offload)
-    own(model, arguments.offload)
-    for layer in layers:  # recomputed in backward
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        if arguments.compile:
-            layer.forward = torch.compile(layer.forward)
-    TokenLoss(model)
-    return model
-
-
-def own(model: nn.Module, offload: bool) -> None:
-    """Copy the shards out of the mapped files, since saves in the background can't copy those; or to host memory."""
-    copies = {}  # a tied parameter has one
-    for module in model.modules():
-        for name, one in module.named_parameters(recurse=False):
-            if one not in copies:
-                copy = one.detach().cpu() if offload else one.detach().clone()
-                copies[one] = nn.Parameter(copy, requires_grad=one.requires_grad)
-            setattr(module, name, copies[one])
-
-
-def is_layer(name: str, units: dict[str, str]) -> bool:
-    return pattern_of(name) != name and pattern_of(name) in units
-
-
-def shard_alone(model: nn.Module, layers: list[nn.Module], device: torch.device, offload: bool) -> None:
-    """Make units for a single rank, where transformers makes none, so that it computes as several ranks do."""
+    As its own unit, the head would be all-gathered again for every chunk of the loss.
+    """
     settings = {
-        "mesh": dist.init_device_mesh(device.type, (1,)),
+        "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if arguments.offload else OffloadPolicy(),
     }
-    for unit in [*layers, model]:
+    for unit in units.values():
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+        if arguments.compile:
+            unit.forward = torch.compile(unit.forward)
         fully_shard(unit, **settings)
+    fully_shard(loss, **settings)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16  # CPU ranks emulate bf16, slowly
 
 
-def kind_of(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")
+def load(loss: TokenLoss, folder: Path, names: dict[str, str], device: torch.device, offload: bool) -> None:
+    """Allocate the shards and fill them; each rank reads only its own rows from the files."""
+    loss.to_empty(device="cpu" if offload else device)
+    model = loss.model
+    tensors = {in_file: model.get_parameter_or_buffer(name).detach() for in_file, name in names.items()}
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+        tensor._is_hf_initialized = name in names.values() or tensor.requires_grad  # adapters get their values later
+    model.initialize_weights()  # transformers fills the buffers that aren't in any file, such as rotary frequencies
+    for module in model.modules() if offload else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
-def first_of(names: set[str]) -> str:
-    return f"{len(names)} tensors ({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})"
+def documents_are_apart(loss: TokenLoss, device: torch.device, num_rows: int) -> bool:
+    """Return whether a row's second document gets the same outputs when the first one changes.
 
-
-def reshard(model: nn.Module) -> None:
-    """Free what stays full after a forward pass without a backward pass, such as the head."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-@torch.no_grad()
-def try_out(model: nn.Module, device: torch.device, num_rows: int) -> bool:
-    """Compare the loss with the model's own, refuse what differs, and return whether a row can have several documents.
-
-    A row's second document has to get the same outputs when the first one changes. We try `num_rows` equal rows at a
-    time, as in training: with flash attention, transformers keeps documents apart only in a single row.
+    We try `num_rows` equal rows at a time, as in training: with flash attention, transformers keeps documents apart
+    only in a single row.
     """
-    problem, is_apart = None, False
-    row = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], device=device) % model.config.get_text_config().vocab_size
-    other, last = row.clone(), row.clone()
-    other[:4] = row[4:]
-    last[-1] = row[0]
-    straight = torch.arange(8, device=device)[None]
-    split = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * num_rows, device=device)
-    model.eval()
-    try:
-        logits = model(row[None], None)[0].float()
-        own = model(row[None, :-1], straight[:, :-1], row[None, 1:]).item()
-        right = F.cross_entropy(logits[:-1], row[1:], reduction="sum").item()
-        hidden = [model(one[None], straight)[:, :-1].float() for one in (row, last)]
-        tolerance = 1e-5 if compute_dtype(device) == torch.float32 else 1e-2
-        if not torch.allclose(*hidden, rtol=tolerance, atol=tolerance):
-            problem = f"{kind_of(model)} isn't causal: a token's output depends on later tokens"
-        elif not math.isclose(own, right, rel_tol=tolerance):
-            problem = f"{kind_of(model)}: the loss in chunks is {own:.6f}, but that of its own logits is {right:.6f}"
-        pair = [model(one.repeat(num_rows, 1), split)[:, 4:] for one in (row, other)]
-        is_apart = torch.equal(*pair)
-    except Exception as error:  # of the model's own code
-        problem = problem or f"{kind_of(model)} can't be trained by this script: {one_line(error)}"
-    agree(problem)
-    model.train()
-    reshard(model)
-    answer = torch.tensor(int(is_apart and model.forward.has_positions))
+    num_tokens = loss.model.config.get_text_config().vocab_size
+    rows = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]], device=device) % num_tokens
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * num_rows, device=device)
+    loss.eval()
+    with torch.no_grad():
+        hidden = [loss(row.repeat(num_rows, 1), positions) for row in rows]
+    loss.train()
+    loss.reshard()
+    answer = torch.tensor(int(torch.equal(hidden[0][:, 3:], hidden[1][:, 3:])))
     dist.all_reduce(answer, dist.ReduceOp.MIN)  # one answer for all ranks
     return bool(answer)
 
@@ -618,36 +701,26 @@ def try_out(model: nn.Module, device: torch.device, num_rows: int) -> bool:
 # ---------------------------------------------------------------- adapters
 
 
-def add_adapters(
-    model: nn.Module, units: dict[str, str], arguments: argparse.Namespace, device: torch.device
-) -> list[str]:
-    """Freeze the model, and add two thin fp32 matrices to projections in its layers. Return the projections' names.
+def add_adapters(model: nn.Module, units: dict[str, nn.Module], rank: int, dtype: torch.dtype) -> list[str]:
+    """Freeze the model in `dtype`, and add two thin fp32 matrices to each projection in its units. Return the names.
 
-    Hu et al. 2021, arXiv:2106.09685. lora_alpha / lora_rank * B A input is added to a projection's output. Each rank
-    has all adapters, whose gradients are summed over ranks: 16 bytes per parameter. A is drawn with the same values on
-    any number of ranks; B is zero, so that no output changes at first.
+    Hu et al. 2021, arXiv:2106.09685. SCALE * B A input is added to a projection's output. Existing tensors keep
+    their names, so the model's files still fit.
     """
-    model.requires_grad_(False)
-    kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
-    layers = [name for name, _ in model.named_modules() if is_layer(name, units)]
-    known = [
-        name
-        for name, one in model.named_modules()
-        if isinstance(one, kinds) and any(name.startswith(f"{layer}.") for layer in layers)
-    ]
-    wanted = arguments.lora_targets.split(",") if arguments.lora_targets else {name.split(".")[-1] for name in known}
-    ends = sorted({name.split(".")[-1] for name in known})
-    if odd := sorted(set(wanted) - set(ends)) or not known:
-        end_together(f"--lora-targets: the layers have no linear {odd}; they have {', '.join(ends)}", status=2)
-    adapted = [name for name in known if name.split(".")[-1] in wanted]
-    random = torch.Generator().manual_seed(arguments.seed)
-    for name in adapted:
-        projection = model.get_submodule(name)
-        num_inputs, num_outputs = inputs_and_outputs(projection)
-        drawn = nn.init.kaiming_uniform_(torch.empty(arguments.lora_rank, num_inputs), a=math.sqrt(5), generator=random)
-        projection.lora_A = nn.Parameter(drawn.to(device))
-        projection.lora_B = nn.Parameter(torch.zeros(num_outputs, arguments.lora_rank, device=device))
-        projection.register_forward_hook(partial(add_low_rank, arguments.lora_alpha / arguments.lora_rank))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+    adapted = []
+    for unit_name, unit in units.items():
+        for name, module in unit.named_modules():
+            if isinstance(module, (nn.Linear, transformers.pytorch_utils.Conv1D)):
+                num_inputs, num_outputs = inputs_and_outputs(module)
+                module.lora_A = nn.Parameter(torch.empty(rank, num_inputs, device="meta"))
+                module.lora_B = nn.Parameter(torch.empty(num_outputs, rank, device="meta"))
+                module.register_forward_hook(add_low_rank)
+                adapted.append(f"{unit_name}.{name}")
+    if not adapted:
+        refuse("--lora-rank: the model's layers have no linear projections to adapt")
     return adapted
 
 
@@ -657,33 +730,38 @@ def inputs_and_outputs(projection: nn.Module) -> tuple[int, int]:
     return (second, first) if isinstance(projection, nn.Linear) else (first, second)
 
 
-def add_low_rank(scale: float, projection: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    low = F.linear(inputs[0], projection.lora_A.to(output.dtype))
-    return output + scale * F.linear(low, projection.lora_B.to(output.dtype))
+def add_low_rank(projection: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output + SCALE * F.linear(F.linear(inputs[0], projection.lora_A), projection.lora_B)
 
 
-def sum_gradients(model: nn.Module) -> None:
-    """Sum the adapters' gradients over all ranks, in one collective."""
-    gradients = [one.grad for one in model.parameters() if one.requires_grad]
-    flat = torch.cat([one.flatten() for one in gradients])
-    dist.all_reduce(flat)
-    for one, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-        one.copy_(part.view_as(one))
+@torch.no_grad()
+def draw_adapters(model: nn.Module, adapted: list[str], seed: int) -> None:
+    """Draw each A, with the same values on any number of ranks, and zero each B, so that no output changes at first."""
+    random = torch.Generator().manual_seed(seed)
+    for name in adapted:
+        projection = model.get_submodule(name)
+        projection.lora_B.zero_()
+        full = torch.empty(projection.lora_A.shape)
+        nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=random)
+        own = projection.lora_A
+        full = full.to(own.device)
+        own.copy_(distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None))
 
 
 def export_adapters(model: nn.Module, adapted: list[str], arguments: argparse.Namespace) -> None:
     """Write the adapters as a folder that `peft` loads: adapter_config.json and adapter_model.safetensors."""
     tensors = {}
-    for name in adapted:
+    for name in adapted:  # `full_tensor` is a collective: every rank takes part, and rank 0 writes
         projection = model.get_submodule(name)
         for matrix in ("lora_A", "lora_B"):
-            tensors[f"base_model.model.{name}.{matrix}.weight"] = getattr(projection, matrix).detach().cpu()
+            full = getattr(projection, matrix).detach().full_tensor()
+            tensors[f"base_model.model.{name}.{matrix}.weight"] = full.cpu()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": hub_name(arguments.model) or str(arguments.model.resolve()),
+        "base_model_name_or_path": str(arguments.model),
         "r": arguments.lora_rank,
-        "lora_alpha": arguments.lora_alpha,
+        "lora_alpha": SCALE * arguments.lora_rank,
         "lora_dropout": 0.0,
         "target_modules": sorted(adapted),
         "fan_in_fan_out": not isinstance(model.get_submodule(adapted[0]), nn.Linear),
@@ -696,12 +774,6 @@ def export_adapters(model: nn.Module, adapted: list[str], arguments: argparse.Na
         (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))
         give_name(unfinished, arguments.out / "adapter")
     dist.barrier()
-
-
-def hub_name(folder: Path) -> str | None:
-    """Return the hub's name of a model in its cache, which has models--OWNER--NAME/snapshots/COMMIT."""
-    found = re.search(r"models--([^/]+)--([^/]+)/snapshots/", f"{folder.absolute()}/")
-    return f"{found[1]}/{found[2]}" if found else None
 
 
 # ---------------------------------------------------------------- checkpoints and export
@@ -766,7 +838,7 @@ class Checkpoints:
         """This save's folder until it's complete. No other save has this name, which hosts may remember for a minute."""
         return self.run / f"unfinished-step-{self.step:08d}"
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def begin(self, loss: TokenLoss, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Save the state, in the background unless it's offloaded. All ranks call this."""
         self.finish()
         self.step = step
@@ -774,7 +846,7 @@ class Checkpoints:
             shutil.rmtree(self.unfinished, ignore_errors=True)
         dist.barrier(group=self.group)  # rank 0 has to remove the old folder before any rank creates a new one
         self.begun_s = time.monotonic()
-        state = state_of(model, optimizer)[0]
+        state = state_of(loss, optimizer)[0]
         settings = {"checkpoint_id": self.unfinished, "process_group": self.group}
         if self.is_offloaded:
             with ThreadPoolExecutor(1) as thread:  # which ends before the next line
@@ -814,21 +886,21 @@ def cause_of(error: BaseException) -> str:
     return said.splitlines()[0] if said else type(cause).__name__
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+def state_of(loss: TokenLoss, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
     """Return a checkpoint's tensors (except frozen tensors) and the optimizer's complete state dict."""
-    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    moments = get_optimizer_state_dict(model, optimizer)
+    parameters = {name: one for name, one in loss.model.named_parameters() if one.requires_grad}
+    moments = get_optimizer_state_dict(loss, optimizer)
     return {"model": parameters, "optimizer": moments["state"]}, moments
 
 
-def load_newest(model: nn.Module, optimizer: torch.optim.Optimizer, run: Path) -> int:
+def load_newest(loss: TokenLoss, optimizer: torch.optim.Optimizer, run: Path) -> int:
     """Load the newest checkpoint, saved on any number of ranks. Return the number of steps already taken."""
     newest = from_rank_0(lambda: newest_checkpoint(run))
     if newest is None:
         return 0
-    state, moments = state_of(model, optimizer)
+    state, moments = state_of(loss, optimizer)
     dcp.load(state, checkpoint_id=newest)  # into this rank's shards
-    set_optimizer_state_dict(model, optimizer, optim_state_dict=moments | {"state": state["optimizer"]})
+    set_optimizer_state_dict(loss, optimizer, optim_state_dict=moments | {"state": state["optimizer"]})
     return int(newest.name.removeprefix("step-"))
 
 
@@ -837,101 +909,38 @@ def side_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(WEIGHTS))
 
 
-def export(model: nn.Module, folder: Path, files: dict[str, tuple[int, torch.dtype]], run: Path, group) -> None:
-    """Write the model to a folder like the one it came from: transformers' names, and the files' dtypes.
+def export(
+    model: nn.Module, folder: Path, files: dict[str, FileTensor], names: dict[str, str], run: Path, group
+) -> None:
+    """Write the model to a folder like the one it came from, with the same files, names and dtypes.
 
-    The ranks share the files. For each tensor, all ranks gather it, and the one whose file it's in writes it, while the
-    next one is gathered; so no rank has more than a few of them. That may take long, but not longer than `group` waits.
+    Every rank writes its shards, and then joins its share of the files. That may take longer than the default limit of
+    30 minutes, but not than that of `group`.
     """
     unfinished = run / "unfinished-model"
     if dist.get_rank() == 0:
-        empty_folder(unfinished)
-    dist.barrier(group=group)
-    kept = model.state_dict()
-    names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers() if name in kept]
-    prefix, common = f"{model.base_model_prefix}.", Counter(dtype for _, dtype in files.values()).most_common(1)[0][0]
-    empty = {name: torch.empty(kept[name].shape, device="meta") for name in names}
-    written = {}
-    parts = parts_of(model, empty)
-    for part in parts:
-        for name, tensor in revert_weight_conversion(model, {name: empty[name] for name in part}).items():
-            number, dtype = files.get(name) or files.get(name.removeprefix(prefix)) or (1, common)
-            written[name] = (number, dtype, tuple(tensor.shape))
-    numbers = sorted({number for number, *_ in written.values()})
-    names_of = {number: f"model-{number:05d}-of-{numbers[-1]:05d}.safetensors" for number in numbers}
-    names_of = names_of if len(numbers) > 1 else {numbers[0]: "model.safetensors"}
-    writers = {}
-    for number in numbers[dist.get_rank() :: dist.get_world_size()]:
-        tensors = {name: kind for name, (of, *kind) in written.items() if of == number}
-        writers[number] = FileWriter(unfinished / names_of[number], tensors)
-    with ThreadPoolExecutor(1) as thread:
-        writing = None
-        for part in parts:
-            full = {name: whole(kept[name].detach()) for name in part}
-            for name, tensor in revert_weight_conversion(model, full).items():
-                number, dtype, _ = written[name]
-                if number in writers:
-                    data = tensor.to(dtype).contiguous().cpu()
-                    _ = writing and writing.result()
-                    writing = thread.submit(writers[number].write, name, data)
-        _ = writing and writing.result()
-    for writer in writers.values():
-        writer.close()
-    dist.barrier(group=group)
+        empty_folder(unfinished)  # torch would join everything it finds there
+    dist.barrier()
+    state = model.state_dict()
+    tensors = {in_file: state[name].to(files[in_file].dtype) for in_file, name in names.items()}
+    numbers = {in_file: files[in_file].file for in_file in names}
+    sharded = str(unfinished / "sharded")
+    writer = dcp.HuggingFaceStorageWriter(sharded, fqn_to_index_mapping=numbers, save_distributed=True)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    except (dcp.api.CheckpointException, OSError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        refuse(
+            f"the model can't be written ({cause_of(error)}); the newest checkpoint is {newest_checkpoint(run)}",
+            status=1,
+        )
+    consolidate_safetensors_files_on_every_rank(sharded, str(unfinished), numbers, process_group=group)
     if dist.get_rank() == 0:
+        shutil.rmtree(sharded)
         for path in side_files(folder):
             shutil.copy(path, unfinished)
-        if len(numbers) > 1:
-            sizes = [dtype.itemsize * math.prod(shape) for _, dtype, shape in written.values()]
-            index = {"metadata": {"total_size": sum(sizes)}}
-            index["weight_map"] = {name: names_of[number] for name, (number, *_) in sorted(written.items())}
-            (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         give_name(unfinished, run / "model")
-    dist.barrier(group=group)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def parts_of(model: nn.Module, empty: dict[str, Tensor]) -> list[list[str]]:
-    """Return the names of the tensors that are gathered at a time: one, or all that transformers converts in a layer.
-
-    It does so when it loads and saves, for example with experts, which have a tensor each in the files.
-    """
-    renamed = {id(tensor) for tensor in revert_weight_conversion(model, dict(empty)).values()}
-    parts = {}
-    for name, tensor in empty.items():
-        layer = re.match(r".*?\.\d+\.", name)
-        parts.setdefault(name if id(tensor) in renamed or not layer else layer[0], []).append(name)
-    return list(parts.values())
-
-
-class FileWriter:
-    """Writes a safetensors file, one tensor at a time. The header has the metadata that older readers want."""
-
-    def __init__(self, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        kinds = {dtype: kind for kind, dtype in FILE_DTYPES.items()}
-        header, self.places, place = {"__metadata__": {"format": "pt"}}, {}, 0
-        for name, (dtype, shape) in sorted(tensors.items()):
-            self.places[name] = place
-            place += dtype.itemsize * math.prod(shape)
-            offsets = [self.places[name], place]
-            header[name] = {"dtype": kinds[dtype], "shape": shape, "data_offsets": offsets}
-        words = json.dumps(header).encode()
-        words += b" " * (-len(words) % 8)
-        self.first = 8 + len(words)
-        self.file = path.open("wb")
-        self.file.write(len(words).to_bytes(8, "little") + words)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        self.file.seek(self.first + self.places[name])
-        self.file.write(tensor.flatten().view(torch.uint8).numpy())
-
-    def close(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+    dist.barrier()
 
 
 # ---------------------------------------------------------------- the run
@@ -998,9 +1007,9 @@ def learning_rate(step: int, arguments: argparse.Namespace) -> float:
     return arguments.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, done))) / 2)
 
 
-def make_optimizer(model: nn.Module, arguments: argparse.Namespace) -> torch.optim.Optimizer:
+def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.optim.Optimizer:
     """Return AdamW for the trained parameters, without weight decay on vectors (norms and biases)."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     groups = [
         {"params": [one for one in trained if one.dim() > 1], "weight_decay": arguments.decay},
         {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0},
@@ -1008,37 +1017,33 @@ def make_optimizer(model: nn.Module, arguments: argparse.Namespace) -> torch.opt
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=arguments.lr, fused=True)
 
 
-def backward(model: nn.Module, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
+def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
     """Accumulate the gradient of the batch's mean loss per target token. Return this rank's part of that loss.
 
     Gradients are reduced after each micro-batch; otherwise, ranks would hold full gradients until the last one.
     """
     num_learned = rows.num_learned(batch)
     total = torch.zeros((), device=device)
-    has_adapters = not any(isinstance(one, DTensor) and one.requires_grad for one in model.parameters())
-    factor = 1 if has_adapters else dist.get_world_size()  # FSDP divides by the number of ranks; we divide by tokens
     for micro_batch in rows.micro_batches(batch, size, device):
-        part = model(*micro_batch) / num_learned
-        (part * factor).backward()
+        part = loss(*micro_batch) / num_learned
+        (part * dist.get_world_size()).backward()  # undo FSDP's division by the number of ranks; we divide by tokens
         total += part.detach()
-    if has_adapters:
-        sum_gradients(model)
     return total
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, rows: Rows, size: int, device: torch.device) -> float:
+def held_out_loss(loss: TokenLoss, rows: Rows, size: int, device: torch.device) -> float:
     """Return the mean loss per target token on the held-out documents."""
-    model.eval()
-    total = sum(model(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
+    loss.eval()
+    total = sum(loss(*micro_batch) for micro_batch in rows.micro_batches(rows.held_out, size, device))
     dist.all_reduce(total)
-    model.train()
-    reshard(model)
+    loss.train()
+    loss.reshard()  # the root stays unsharded after a forward pass without a backward pass
     return total.item() / rows.num_learned(rows.held_out)
 
 
 def train(
-    model: nn.Module,
+    loss: TokenLoss,
     optimizer: torch.optim.Optimizer,
     rows: Rows,
     checkpoints: Checkpoints,
@@ -1056,12 +1061,12 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, arguments)
         batch = rows.of_step(step, arguments.batch)
-        mean = backward(model, rows, batch, arguments.micro_batch, device)
-        norm = whole(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)).item()
+        mean = backward(loss, rows, batch, arguments.micro_batch, device)
+        norm = nn.utils.clip_grad_norm_(loss.parameters(), MAX_NORM).full_tensor().item()
         flags = [len(signals), checkpoints.is_due(step + 1), not checkpoints.is_written]
-        sums = torch.tensor([mean.item(), norm / dist.get_world_size(), *flags], dtype=torch.float64)
+        sums = torch.tensor([mean.item(), *flags], dtype=torch.float64)
         dist.all_reduce(sums)  # if one rank has to stop or save, all ranks do, after the same step
-        mean, norm, num_asked, num_due, num_writing = sums.tolist()
+        mean, num_asked, num_due, num_writing = sums.tolist()
         if not math.isfinite(mean + norm):  # the same on all ranks; nothing is changed or saved yet
             refuse_values(
                 f"step {step + 1}: the loss is {mean:.7g}, and the gradient's norm is {norm:.7g}", checkpoints
@@ -1074,14 +1079,14 @@ def train(
         note = {"step": step + 1, "loss": mean, "lr": optimizer.param_groups[0]["lr"], "gradient_norm": norm}
         note["tokens_per_s"] = sum(map(rows.num_tokens, batch)) / (time.monotonic() - began_s)
         if rows.held_out and ((step + 1) % arguments.test_every == 0 or is_last):
-            note["held_out_loss"] = held_out_loss(model, rows, arguments.micro_batch, device)
+            note["held_out_loss"] = held_out_loss(loss, rows, arguments.micro_batch, device)
             if not math.isfinite(note["held_out_loss"]):
                 refuse_values(f"step {step + 1}: the held-out loss is {note['held_out_loss']:.7g}", checkpoints)
-        write_note(note | {"peak_bytes": peak_bytes(device)}, arguments.log)
+        write_note(note | {"peak_bytes": peak_bytes(device)}, arguments.out)
         if num_writing == 0:
             checkpoints.finish()
         if is_last or is_asked or num_due > 0:
-            checkpoints.begin(model, optimizer, step + 1)
+            checkpoints.begin(loss, optimizer, step + 1)
         if is_asked:
             break
     checkpoints.finish()
@@ -1104,41 +1109,47 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def write_note(note: dict, log: Path) -> None:
-    """Print a step's numbers and add them to the log. Steps that are repeated after a kill are written again."""
+def write_note(note: dict, run: Path) -> None:
+    """Print a step's numbers and add them to log.jsonl. Steps that are repeated after a kill are written again."""
     if dist.get_rank() == 0:
-        with log.open("a") as file:
+        with (run / "log.jsonl").open("a") as file:
             file.write(json.dumps(note) + "\n")
         words = [f"{name} {value:.7g}" for name, value in note.items() if name not in ("step", "peak_bytes")]
         print(f"step {note['step']}  {'  '.join(words)}  peak {note['peak_bytes'] / 1e9:.2f} GB", flush=True)
 
 
-def describe(model: nn.Module) -> None:
+def describe(loss: TokenLoss, units: dict[str, nn.Module]) -> None:
     """Print a summary of the run before it starts."""
-    own = [(one.to_local() if isinstance(one, DTensor) else one, one.requires_grad) for one in model.parameters()]
+    own = [(one.to_local(), one.requires_grad) for one in loss.parameters()]
     own_bytes = sum(shard.nbytes + trained * 3 * shard.nbytes for shard, trained in own)
-    num_all = sum(one.numel() for one in model.parameters())
-    num_trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    num_all = sum(one.numel() for one in loss.parameters())
+    num_trained = sum(one.numel() for one in loss.parameters() if one.requires_grad)
     kept = " and ".join(sorted({str(shard.dtype).removeprefix("torch.") for shard, _ in own}))
-    units = Counter(kind_of(one) for one in model.modules() if isinstance(one, FSDPModule) and one is not model)
-    say(f"{kind_of(model)}: {num_all:,} parameters, {num_trained:,} trained")
-    say(f"units: {', '.join(f'{count} {name}' for name, count in units.items())}, and the root")
+    say(f"{type(loss.model).__name__}: {num_all:,} parameters, {num_trained:,} trained")
+    kinds = sorted({type(unit).__name__.removeprefix("FSDP") for unit in units.values()})
+    say(f"{len(units) + 1} units: {len(units)} of {', '.join(kinds)}, and the root")
     say(f"rank 0 keeps {own_bytes / 1e6:,.2f} MB of parameters, gradients and moments; shards in {kept}")
 
 
 def main(arguments: argparse.Namespace) -> torch.device:
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if not arguments.data.exists():
-        refuse(f"{arguments.data} isn't there; give a text file, JSON lines, or a folder from prepare_text.py")
+    if not arguments.data.is_file():
+        refuse(f"{arguments.data} isn't a file; give a text file, or JSON lines")
     config = read_config(arguments.model)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 4096
+    text_config = config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None) or 4096
     arguments.length = arguments.length or min(4096, context)
     if arguments.length > context:
         refuse(f"--length {arguments.length} is longer than the model's context of {context} tokens")
-    files = dtypes_in_files(arguments.model)
-    empty = build(config, arguments)
-    units = units_of(empty, arguments.unit)
+    tokenizer = read_tokenizer(arguments.model, text_config.vocab_size)
+    files = tensors_in_files(arguments.model)
+    model = build(config, arguments)
+    names = match_files(model, arguments.model, files)
+    units = find_units(model, arguments.unit)
+    adapted = []
+    if arguments.lora_rank:
+        is_bf16 = all(one.dtype == torch.bfloat16 for one in files.values())
+        adapted = add_adapters(model, units, arguments.lora_rank, torch.bfloat16 if is_bf16 else torch.float32)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     lock, device = join(arguments.out, arguments.device)
@@ -1147,42 +1158,38 @@ def main(arguments: argparse.Namespace) -> torch.device:
     say(f"{dist.get_world_size()} ranks on {name}, computing in {computing}")
     if arguments.offload and device.type == "cpu":
         end_together("--offload moves shards to host memory, where CPU ranks keep them anyway", status=2)
-    if dist.get_world_size() % arguments.replicas:
-        end_together(f"--replicas {arguments.replicas} doesn't divide {dist.get_world_size()} ranks", status=2)
-    num_experts = {one.shape[0] for one in empty.parameters() if one.dim() == 3}
-    if any(number % (dist.get_world_size() // arguments.replicas) for number in num_experts):
-        end_together(f"{sorted(num_experts)} experts can't be shared by {dist.get_world_size()} ranks", status=2)
     background = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
-    is_bf16 = arguments.lora_rank and all(dtype == torch.bfloat16 for _, dtype in files.values())
-    model = load(arguments, units, compute_dtype(device) if is_bf16 else torch.float32, device)
-    arguments.packed = try_out(model, device, arguments.micro_batch)
-    adapted = add_adapters(model, units, arguments, device) if arguments.lora_rank else []
-    describe(model)
+    arguments.digest = from_rank_0(lambda: digest_of(arguments))
+    if dist.get_rank() == 0:
+        tokenize_once(arguments, tokenizer, text_config.vocab_size)
+    dist.barrier(group=background)  # tokenizing may take longer than the other group's timeout
 
-    tokens = from_rank_0(lambda: prepared_by_rank_0(arguments), background)  # which may take hours
-    if isinstance(tokens, str):
-        end_together(tokens, status=2)
-    arguments.digest = from_rank_0(lambda: digest_of(arguments, tokens))
-    rows = Rows(arguments, tokens)
+    loss = TokenLoss(model)
+    shard(loss, units, device, arguments)
+    load(loss, arguments.model, names, device, arguments.offload)
+    draw_adapters(model, adapted, arguments.seed)
+    describe(loss, units)
+    arguments.packed = documents_are_apart(loss, device, arguments.micro_batch)
+    rows = Rows(arguments)
     kind = "packed" if arguments.packed else "padded"
     say(f"{len(rows.learned)} rows to train on, {len(rows.held_out)} held out, {kind}")
     arguments.steps = arguments.steps or math.ceil(arguments.epochs * len(rows.learned) / arguments.batch)
     check_resumed(arguments)
 
-    optimizer = make_optimizer(model, arguments)
-    first = load_newest(model, optimizer, arguments.out)
+    optimizer = make_optimizer(loss, arguments)
+    first = load_newest(loss, optimizer, arguments.out)
     if first >= arguments.steps:
         say(f"{first} of {arguments.steps} steps are already done")
     elif first:
         say(f"continuing after step {first}")
     checkpoints = Checkpoints(arguments, background)
-    if not train(model, optimizer, rows, checkpoints, arguments, device, first):
+    if not train(loss, optimizer, rows, checkpoints, arguments, device, first):
         say(f"ended by a signal; the same command continues from {newest_checkpoint(arguments.out)}")
     elif adapted:
         export_adapters(model, adapted, arguments)
         say(f"the adapter is in {arguments.out / 'adapter'}")
     else:
-        export(model, arguments.model, files, arguments.out, background)
+        export(model, arguments.model, files, names, arguments.out, background)
         say(f"the model is in {arguments.out / 'model'}")
     dist.destroy_process_group()
     lock.close()
@@ -1195,6 +1202,8 @@ if __name__ == "__main__":
         refuse("start it with `torchrun --nproc-per-node 8 finetune_hf.py ...`")
     try:
         chosen = main(chosen_arguments)
+    except UnicodeDecodeError as error:
+        sys.exit(f"finetune_hf.py: {chosen_arguments.data} isn't UTF-8: {error}")
     except (OSError, SafetensorError) as error:  # only this rank has the error, so this rank prints it
         place = getattr(error, "filename", None) or chosen_arguments.out
         cause = getattr(error, "strerror", None) or error

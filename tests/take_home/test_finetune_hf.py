@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-import transformers
 from faked_hosts import CHOICES, check_choice, flock_of_nfs
 from finetune_workers import Poison
-from hf_models import CONTEXT, WORDS, make_model, write_chats, write_text
+from hf_models import CONTEXT, END, WORDS, config_of, make_model, make_tokenizer, write_chats, write_text
 from hf_workers import CHUNK, STOP, Seen, run_each
 from leftovers import PROJECT
 from programs import has_ended, shares_a_lock, wait_until
@@ -58,8 +57,7 @@ FAST_POISONS = ("llama, nan first", "llama, inf last", "llama, inf SIGTERM", "lo
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Tiny tensors are computed faster by one, above all where the cores are in use. Nothing but messages is printed."""
-    transformers.logging.disable_progress_bar()
+    """Tiny tensors are computed faster by one, above all where the cores are in use."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -98,7 +96,7 @@ def losses(run: Path) -> list[float]:
 
 def train_alone(folder: Path, run: Path, words: list, model=None) -> tuple[list[float], torch.nn.Module]:
     """The losses and the model of one process that computes one document at a time: the answer of a page of code."""
-    rows = rows_of(words)  # which documents a step has; their tokens are looked at
+    rows = rows_of(words, packed=run.name != "padded")  # which documents a step has; their tokens are looked at
     arguments = SCRIPT.read_arguments(list(map(str, words)))
     model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
@@ -130,17 +128,17 @@ def train_alone(folder: Path, run: Path, words: list, model=None) -> tuple[list[
     return found, model.eval()
 
 
-def rows_of(words: list):
+def rows_of(words: list, *, packed: bool = True):
     """The rows of a run that is done."""
     arguments = SCRIPT.read_arguments(list(map(str, words)))
-    arguments.packed = json.loads((arguments.out / "settings.json").read_text())["packed"]
-    arguments.length = CONTEXT
-    return SCRIPT.Rows(arguments, arguments.out / "tokens")
+    arguments.packed, arguments.length = packed, CONTEXT
+    return SCRIPT.Rows(arguments)
 
 
 def tokens_of(rows, document: int) -> tuple[torch.Tensor, torch.Tensor]:
     first, last = rows.ends[document : document + 2]
-    tokens, learned = rows.tokens[first:last].long(), rows.is_learned[first:last].bool()
+    tokens = rows.file.get_tensor("tokens")[first:last].long()
+    learned = rows.file.get_tensor("learned")[first:last]
     return tokens[:-1], torch.where(learned[1:], tokens[1:], -100)
 
 
@@ -157,13 +155,8 @@ MODELS = {
     "gemma3": ("gemma3", torch.float32, {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", torch.float32, {"tie_word_embeddings": True}),
     "gpt2": ("gpt2", torch.float32, {}),
-    "neox": ("neox", torch.float32, {}),
-    "opt": ("opt", torch.float32, {}),  # has no list of layers where transformers' own units look, and is padded
-    "mixtral": ("mixtral", torch.float32, {}),  # a tensor for each expert in the files, and one for all in the model
     "phi3": ("phi3", torch.bfloat16, {"tie_word_embeddings": False}),
 }
-QWEN_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-GPT2_ADAPTERS = ["--lora-alpha", 1, "--lora-targets", "c_attn"]
 LONG = ("gemma2", "phi3")  # part of the long evidence
 FAST = [name for name in MODELS if name not in LONG]
 
@@ -173,7 +166,6 @@ def home(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf")
     for name, (kind, dtype, own) in MODELS.items():
         make_model(kind, folder / name, dtype, **own)
-    make_model("bert", folder / "bert")
     write_text(folder / "text.txt")
     write_chats(folder / "chats.jsonl")
     return folder
@@ -199,14 +191,12 @@ def on_two(home) -> dict[str, list[Seen]]:
     runs["padded"] = words_of(home, "llama", "padded", "text.txt", "--micro-batch", 2)
     runs["chats"] = words_of(home, "llama", "chats", "chats.jsonl")
     runs["lora"] = words_of(home, "qwen3", "lora", "text.txt", "--lora-rank", 4)
-    runs["lora gpt2"] = words_of(home, "gpt2", "lora-gpt2", "text.txt", "--lora-rank", 2, *GPT2_ADAPTERS)
+    runs["lora gpt2"] = words_of(home, "gpt2", "lora-gpt2", "text.txt", "--lora-rank", 2)
     runs["stopped"] = words_of(home, "llama", "again-on-2")
     runs["stopped, for 3"] = words_of(home, "llama", "again-on-3")
     runs["stopped, with lora"] = words_of(home, "qwen3", "lora-again", "text.txt", "--lora-rank", 4)
     runs["again on 2"] = words_of(home, "llama", "again-on-2")
     runs |= poisoned_runs(home, FAST_POISONS)
-    runs["bert"] = words_of(home, "bert", "run-bert")
-    runs["replicas"] = words_of(home, "llama", "replicas", "text.txt", "--replicas", 2)
     runs["judged"] = words_of(home, "llama", "judged")
     runs["a new rate"] = words_of(home, "llama", "again-on-2", "text.txt", "--lr", 1e-3, "--steps", 11)
     return launch_runs(runs, 2)
@@ -221,7 +211,6 @@ def others_on_two(home) -> dict[str, list[Seen]]:
 def on_three(home, on_two) -> dict[str, list[Seen]]:
     runs = {"llama": words_of(home, "llama", "llama-3"), "again": words_of(home, "llama", "again-on-3")}
     runs["lora"] = words_of(home, "qwen3", "lora-again", "text.txt", "--lora-rank", 4)
-    runs["mixtral"] = words_of(home, "mixtral", "mixtral-3")
     return launch_runs(runs, 3)
 
 
@@ -251,10 +240,6 @@ def assert_trained_as_alone(name: str, home: Path, run: Path, alone: Callable) -
     files = list((run / "model").iterdir())
     tensors = [one for path in files if path.suffix == ".safetensors" for one in load_file(path).values()]
     assert {tensor.dtype for tensor in tensors} == {dtype}
-    with_names = [load_file(path) for path in (home / name).glob("*.safetensors")]
-    assert {key for one in with_names for key in one} == {
-        key for path in run.glob("model/*s") for key in load_file(path)
-    }
     side = {path.name for path in (home / name).iterdir() if ".safetensors" not in path.name}
     assert side == {path.name for path in files if ".safetensors" not in path.name}
 
@@ -268,17 +253,13 @@ def test_padded_rows_equal_one_document_at_a_time(home, on_two):
     assert packed < 40
 
 
-def test_three_ranks_equal_two_and_so_do_replicas(home, on_three):
+def test_three_ranks_equal_two(home, on_three):
     assert losses(home / "llama-3") == pytest.approx(losses(home / "llama-2"), rel=0, abs=1e-6)
-    assert losses(home / "replicas") == pytest.approx(losses(home / "llama-2"), rel=0, abs=1e-6)
-    assert "[4] experts can't be shared by 3 ranks" in on_three["mixtral"][0].printed
 
 
 def test_the_levers_are_there(home, on_two):
     seen = on_two["llama"][0]
-    assert seen.units == ["LlamaForCausalLM", "Embedding", *["LlamaDecoderLayer"] * 3, "LlamaRMSNorm"]
-    units = on_two["opt"][0].units
-    assert units == ["OPTForCausalLM", *["OPTDecoderLayer"] * 3]  # tied, so the embedding is in the root with the head
+    assert seen.units == ["LlamaDecoderLayer"] * 3 + ["TokenLoss"]  # and no unit for the head
     assert max(seen.chunks) == CHUNK and min(seen.chunks) < CHUNK  # tokens whose logits exist at a time
     micro_batches = STEPS * 2  # each rank has two of the four rows
     assert 4 * micro_batches <= seen.recomputed <= 5 * micro_batches  # three layers, and the one or two chunks of a row
@@ -290,7 +271,7 @@ def test_the_levers_are_there(home, on_two):
 def test_what_is_logged(home, on_two):
     printed = on_two["llama"][0].printed
     assert printed.startswith("2 ranks on CPU, computing in float32\n")
-    assert "units: 1 Embedding, 3 LlamaDecoderLayer, 1 LlamaRMSNorm, and the root" in printed
+    assert "4 units: 3 of LlamaDecoderLayer, and the root" in printed
     model = AutoModelForCausalLM.from_pretrained(home / "llama")
     num_parameters = sum(one.numel() for one in model.parameters())
     assert f"{num_parameters:,} parameters, {num_parameters:,} trained" in printed
@@ -367,7 +348,7 @@ def assert_harmless(name: str, home: Path, seen: dict[str, list[Seen]]) -> None:
     newest = run / f"step-{saved[-1]:08d}" if saved else None
     assert re.fullmatch(f"{said}; the newest good checkpoint is {newest}", line), line
     assert seen[name][1].printed == ""
-    folders = [one for one in seen[name][0].left if "." not in one and one != "tokens"]
+    folders = [one for one in seen[name][0].left if "." not in one]
     assert folders == [f"step-{step:08d}" for step in saved]
     again = seen[f"after {name}"][0]
     assert again.status == 0 and ("continuing after" in again.printed) is bool(saved)
@@ -446,27 +427,33 @@ def test_an_offloaded_state_is_saved_without_a_copy(tmp_path, monkeypatch):
 def test_the_newest_checkpoint_is_the_one_that_rank_0_finds(tmp_path, monkeypatch):
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     (tmp_path / "step-00000008").mkdir()
-    monkeypatch.setattr(
-        dist, "broadcast_object_list", lambda found, group: found.__setitem__(0, None)
-    )  # rank 0 sees none
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda found: found.__setitem__(0, None))  # rank 0 sees none
     assert SCRIPT.load_newest(None, None, tmp_path) == 0
 
 
-def test_the_digest_is_that_of_the_tokens_and_for_adapters_of_the_weights(home, tmp_path):
-    data, changed = write_text(tmp_path / "text.txt"), tmp_path / "changed"
+def test_the_digest_is_that_of_data_and_length_and_for_adapters_of_the_weights(home, tmp_path):
+    data = write_text(tmp_path / "text.txt")
+
+    def digest(*more) -> str:
+        words = [
+            home / "llama" if "--lora-rank" not in more else changed,
+            data,
+            "--out",
+            tmp_path,
+            "--length",
+            32,
+            *more,
+        ]
+        return SCRIPT.digest_of(SCRIPT.read_arguments(list(map(str, words))))
+
+    changed = tmp_path / "changed"
     make_model("llama", changed, tie_word_embeddings=False)
-
-    def digest(length: int, *more) -> str:
-        arguments = SCRIPT.read_arguments(list(map(str, [changed, data, "--out", tmp_path, "--length", length, *more])))
-        return SCRIPT.digest_of(arguments, SCRIPT.prepared_by_rank_0(arguments))
-
-    found = [digest(32), digest(64), digest(32, "--lora-rank", 4), digest(32, "--skip-bad-lines")]
+    found = [digest(), digest("--length", 64), digest("--lora-rank", 4)]
     (path,) = changed.glob("*.safetensors")
     save_file({name: one + 1e-3 for name, one in load_file(path).items()}, path, metadata={"format": "pt"})
-    assert digest(32) == found[0]
-    found.append(digest(32, "--lora-rank", 4))
+    found.append(digest("--lora-rank", 4))
     data.write_text(data.read_text() + " w1")
-    assert len({*found, digest(32)}) == 6
+    assert len({*found, digest()}) == 5
 
 
 # ---------------------------------------------------------------- conversations
@@ -478,28 +465,54 @@ def test_prompts_have_no_loss(home, on_two, tmp_path):
     found = []
     for seed in (0, 1):
         data = write_chats(tmp_path / f"{seed}.jsonl", prompt_seed=seed)
-        words = [home / "llama", data, "--out", tmp_path / str(seed), "--length", CONTEXT]
-        arguments = SCRIPT.read_arguments(list(map(str, words)))
-        arguments.packed = True
-        rows = SCRIPT.Rows(arguments, SCRIPT.prepared_by_rank_0(arguments))
+        arguments = SCRIPT.read_arguments([str(home / "llama"), str(data), "--out", str(tmp_path)])
+        arguments.length, arguments.packed, arguments.digest = CONTEXT, True, str(seed)
+        SCRIPT.tokenize_once(arguments, make_tokenizer(), 64)
+        rows = SCRIPT.Rows(arguments)
         found.append([rows.read(row) for row in rows.learned])
     (tokens, _, targets), (others, _, same) = found[0][0], found[1][0]
     assert not torch.equal(tokens, others) and torch.equal(targets, same)  # other prompts, the same targets
 
 
+def test_an_answer_is_learned_with_its_end_and_nothing_else():
+    messages = [("user", "w1 w2"), ("assistant", "w3"), ("user", "w4"), ("assistant", "w5 w6")]
+    document = {"messages": [{"role": role, "content": content} for role, content in messages]}
+    tokenizer = make_tokenizer()
+    tokens, learned = SCRIPT.encode(SCRIPT.document_of(document, tokenizer), tokenizer)
+    assert tokens == [62, 1, 2, 63, 3, END, 62, 4, 63, 5, 6, END]
+    assert [token for token, own in zip(tokens, learned, strict=True) if own] == [3, END, 5, 6, END]
+    document = {"prompt": "w1 w2", "completion": "w3 w4"}
+    tokens, learned = SCRIPT.encode(SCRIPT.document_of(document, tokenizer), tokenizer)
+    assert (tokens, learned) == ([1, 2, 3, 4, END], [False, False, True, True, True])
+    tokens, learned = SCRIPT.encode(SCRIPT.document_of({"text": "w7 w8"}, tokenizer), tokenizer)
+    assert (tokens, learned) == ([7, 8, END], [True] * 3)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_told(tmp_path, capsys):
+    """As those do that drop the thoughts of all answers except the last; the others aren't trained on."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m.content }}", "{% if m.role == 'user' or loop.last %}w9 {% endif %}{{ m.content }}"
+    )
+    write_chats(tmp_path / "chats.jsonl", num_chats=3)
+    arguments = SCRIPT.read_arguments(["model", str(tmp_path / "chats.jsonl"), "--out", str(tmp_path)])
+    arguments.length, arguments.digest = CONTEXT, "digest"
+    SCRIPT.tokenize_once(arguments, tokenizer, 64)
+    said = capsys.readouterr().out
+    assert "the chat template rewrites 3 of the assistant's earlier turns; we don't train on these" in said
+
+
 # ---------------------------------------------------------------- adapters
 
 
-@pytest.mark.parametrize("name, model", [("lora", "qwen3"), ("lora gpt2", "gpt2")])
-def test_adapters_equal_those_of_peft_in_one_process(name, model, home, on_two):
+@pytest.mark.parametrize("name, model, dtype_bytes", [("lora", "qwen3", 2), ("lora gpt2", "gpt2", 4)])
+def test_adapters_equal_those_of_peft_in_one_process(name, model, dtype_bytes, home, on_two):
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[tools]'")
     run = home / name.replace(" ", "-")
     adapter = run / "adapter"
     assert sorted(path.name for path in adapter.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = peft.LoraConfig.from_pretrained(adapter)
-    assert config.lora_alpha / config.r == 2.0 if name == "lora" else 0.5
-    assert config.base_model_name_or_path == str(home / model)
-    assert {name.split(".")[-1] for name in config.target_modules} == (QWEN_LINEAR if name == "lora" else {"c_attn"})
+    assert config.lora_alpha / config.r == SCRIPT.SCALE
     config.inference_mode = False
     alone = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(home / model, dtype=torch.float32), config)
     with torch.no_grad():
@@ -519,7 +532,7 @@ def test_adapters_equal_those_of_peft_in_one_process(name, model, home, on_two):
     num_frozen = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(home / model).parameters())
     for seen in on_two[name]:
         assert seen.frozen_kept
-        assert seen.own_bytes == pytest.approx(4 * num_frozen / 2 + 12 * num_trained, rel=0.02)  # padding
+        assert seen.own_bytes == pytest.approx((dtype_bytes * num_frozen + 12 * num_trained) / 2, rel=0.02)  # padding
     saved = dcp.FileSystemReader(run / "step-00000010").read_metadata().state_dict_metadata
     assert saved and all(".lora_" in key for key in saved)  # nothing frozen
 
@@ -536,64 +549,55 @@ def refused(capsys, call, *arguments) -> str:
 
 
 def test_models_that_do_not_fit(tmp_path, capsys, home):
-    """Before any rank reads the weights, and so before the data are read."""
+    experts = make_model("mixtral", tmp_path / "experts")
+    capsys.readouterr()
+    assert "mixture of experts" in refused(capsys, SCRIPT.read_config, experts)
     assert "no config.json" in refused(capsys, SCRIPT.read_config, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "none such"}')
     assert "none such" in refused(capsys, SCRIPT.read_config, tmp_path)
-    assert "no model.safetensors" in refused(capsys, SCRIPT.dtypes_in_files, tmp_path)
-    save_file({"weight": torch.ones(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    assert "weight is I8; this script can't train quantized" in refused(capsys, SCRIPT.dtypes_in_files, tmp_path)
-    arguments = SCRIPT.read_arguments([str(home / "llama"), "data", "--out", "out", "--attention", "none"])
-    config = SCRIPT.read_config(home / "llama")
-    assert "none" in refused(capsys, SCRIPT.build, config, arguments)
-    arguments.attention = None
-    model = SCRIPT.build(config, arguments)
-    assert "no such class" in refused(capsys, SCRIPT.units_of, model, "Layer")
-    assert SCRIPT.units_of(model, "LlamaMLP")["model.layers.*.mlp"] == "free_full_weight"
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    assert "AutoModelForCausalLM doesn't support the model type t5" in refused(capsys, SCRIPT.read_config, tmp_path)
-    assert len(SCRIPT.dtypes_in_files(home / "llama")) == len(dict(model.named_parameters()))
-
-
-def test_a_model_that_is_not_causal_is_refused_before_data_are_read(on_two):
-    assert [one.status for one in on_two["bert"]] == [2, 2]
-    assert "isn't causal: a token's output depends on later tokens" in on_two["bert"][0].printed
-    assert "trained on" not in on_two["bert"][0].printed and on_two["bert"][0].left == [".lock"]
-
-
-def load_changed(home: Path, folder: Path, kind: str, change: Callable[[dict], None], capsys, **own) -> str:
-    """What the script says of a model with changed tensors, in a group of one rank."""
-    make_model(kind, folder, **own)
-    (path,) = folder.glob("*.safetensors")
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-    arguments = SCRIPT.read_arguments([str(folder), "data", "--out", "out"])
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    units = SCRIPT.units_of(SCRIPT.build(SCRIPT.read_config(folder), arguments), None)
-    capsys.readouterr()
-    return refused(capsys, SCRIPT.load, arguments, units, torch.float32, torch.device("cpu"))
-
-
-def test_files_that_do_not_fit_are_refused(home, tmp_path, capsys):
-    def change(tensors: dict) -> None:
-        tensors["odd"] = tensors.pop("model.norm.weight")
-        tensors["lm_head.weight"] = torch.ones(63, 32)
-
-    message = load_changed(home, tmp_path, "llama", change, capsys, tie_word_embeddings=False)
-    assert "lack 1 tensors (model.norm.weight)" in message and "1 tensors (odd)" in message
-    assert "in another shape 1 tensors (lm_head.weight)" in message
+    arguments = SCRIPT.read_arguments([str(home / "llama"), "data", "--out", "out"])
+    model = SCRIPT.build(SCRIPT.read_config(home / "llama"), arguments)
+    files = SCRIPT.tensors_in_files(home / "llama")
+    assert len(SCRIPT.match_files(model, home / "llama", files)) == len(files)
+    lacking = {name: one for name, one in files.items() if name != "model.norm.weight"} | {
+        "odd": files["model.norm.weight"]
+    }
+    message = refused(capsys, SCRIPT.match_files, model, home / "llama", lacking)
+    assert "lack 1 tensors (model.norm.weight)" in message and "have 1 that the model lacks (odd)" in message
+    odd = files | {"model.norm.weight": SCRIPT.FileTensor(file=1, name="model", dtype=torch.float32, shape=(31,))}
+    assert "(31,), but (32,)" in refused(capsys, SCRIPT.match_files, model, home / "llama", odd)
+    assert "no such class" in refused(capsys, SCRIPT.find_units, model, "Layer")
+    assert list(SCRIPT.find_units(model, "LlamaMLP")) == [f"model.layers.{index}.mlp" for index in range(3)]
 
 
 def test_a_head_that_is_tied_by_the_config_but_different_in_the_files_is_refused(home, tmp_path, capsys):
     """transformers wouldn't tie it; it isn't said which of the two is right."""
+    folder = make_model("qwen3", tmp_path, tie_word_embeddings=True)
+    (path,) = folder.glob("*.safetensors")
+    model = SCRIPT.build(SCRIPT.read_config(folder), SCRIPT.read_arguments([str(folder), "data", "--out", "out"]))
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone()
+    save_file(tensors, path)
+    assert "lm_head.weight" not in SCRIPT.match_files(model, folder, SCRIPT.tensors_in_files(folder))
+    tensors["lm_head.weight"][-1, -1] += 1e-3
+    save_file(tensors, path)
+    capsys.readouterr()
+    message = refused(capsys, SCRIPT.match_files, model, folder, SCRIPT.tensors_in_files(folder))
+    assert "config.json ties model.embed_tokens.weight and lm_head.weight, but they differ in the files" in message
 
-    def change(tensors: dict) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["lm_head.weight"][-1, -1] += 1e-3
 
-    message = load_changed(home, tmp_path, "qwen3", change, capsys, tie_word_embeddings=True)
-    assert "config.json ties the head and the embedding, but they differ in the files" in message
+def test_a_tensor_in_two_files_is_refused(tmp_path, capsys):
+    """torch's reader would read both; which one wins depends on the order of files in the folder."""
+    for name in ("model-00001-of-00001.safetensors", "older.safetensors"):
+        save_file({"weight": torch.ones(2)}, tmp_path / name)
+    twice = f"{tmp_path}: weight is in older.safetensors and in another file; move the wrong one out of the folder"
+    assert twice in refused(capsys, SCRIPT.tensors_in_files, tmp_path)
+    index = {"weight_map": {"weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert twice in refused(capsys, SCRIPT.tensors_in_files, tmp_path)
+    save_file({"other": torch.ones(2)}, tmp_path / "older.safetensors")  # as some models have them, under other names
+    assert list(SCRIPT.tensors_in_files(tmp_path)) == ["weight"]
 
 
 @pytest.mark.parametrize("local_rank, num_lines", [("0", 1), ("1", 0)])
@@ -607,6 +611,50 @@ def test_each_machine_tells_why_it_ends(local_rank, num_lines, monkeypatch, caps
         SCRIPT.refuse("text.txt isn't a file")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "finetune_hf.py: text.txt isn't a file\n" * num_lines
+
+
+def test_tokenizers_that_lack_something(tmp_path, capsys):
+    assert "no tokenizer" in refused(capsys, SCRIPT.read_tokenizer, tmp_path, 64)
+    assert SCRIPT.read_tokenizer(tmp_path, 256)("ab").input_ids == [97, 98]  # bytes
+    make_tokenizer(end=False).save_pretrained(tmp_path)
+    assert "no end-of-text token" in refused(capsys, SCRIPT.read_tokenizer, tmp_path, 64)
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "w1"}]}')
+    message = refused(capsys, list, SCRIPT.read_documents(data, make_tokenizer(chat=False)))
+    assert "line 1" in message and "chat template" in message
+    data.write_text('{"messages": [{"role": "assistant"}]}')
+    assert "line 1" in refused(capsys, list, SCRIPT.read_documents(data, make_tokenizer()))  # the template's own error
+    data.write_text('{"text": "w1"}\n{"story": "w2"}')
+    assert "line 2: it has ['story']" in refused(capsys, list, SCRIPT.read_documents(data, make_tokenizer()))
+
+
+def test_empty_and_long_documents(tmp_path, capsys):
+    data = tmp_path / "text.txt"
+    data.write_text("w1 w2\n\n\n\n  \n\n" + " ".join(f"w{index}" for index in range(20)))
+    arguments = SCRIPT.read_arguments(["model", str(data), "--out", str(tmp_path), "--length", "8", "--held-out", "0"])
+    arguments.packed, arguments.digest = True, "first"
+    SCRIPT.tokenize_once(arguments, make_tokenizer(), 64)
+    assert "1 texts are split and 0 conversations are cut" in capsys.readouterr().out
+    rows = SCRIPT.Rows(arguments)
+    pairs = [tokens_of(rows, document) for document in range(len(rows.ends) - 1)]
+    assert [len(tokens) for tokens, _ in pairs] == [2, 8, 8, 4]  # every pair of a token and the next one, once
+    assert torch.cat([targets for _, targets in pairs[1:]]).tolist() == [*range(1, 20), END]
+    SCRIPT.tokenize_once(arguments, None, 64)  # what is there is not made again
+    data.write_text(" \n\n ")
+    arguments.digest = "second"
+    assert "nothing to train on" in refused(capsys, SCRIPT.tokenize_once, arguments, make_tokenizer(), 64)
+
+
+def test_a_conversation_that_is_too_long_is_cut(tmp_path, capsys):
+    data = tmp_path / "chats.jsonl"
+    long, short = " ".join(["w1"] * 20), "w2"
+    lines = [{"prompt": short, "completion": long}, {"prompt": long, "completion": short}]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    arguments = SCRIPT.read_arguments(["model", str(data), "--out", str(tmp_path), "--length", "8"])
+    arguments.digest = "digest"
+    SCRIPT.tokenize_once(arguments, make_tokenizer(), 64)
+    said = capsys.readouterr().out
+    assert "1 with nothing to train on are left out" in said and "2 conversations are cut" in said
 
 
 # ---------------------------------------------------------------- rows
@@ -630,32 +678,28 @@ def test_each_epoch_has_each_row_once(home, on_two):
     assert epochs[0] != epochs[1]
 
 
-def test_a_model_that_mixes_documents_is_padded(home):
-    """As flash attention mixes those of several rows; a model without positions can't keep them apart at all."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    model = AutoModelForCausalLM.from_pretrained(home / "llama", dtype=torch.float32)
-    SCRIPT.TokenLoss(model)
-    assert [SCRIPT.try_out(model, torch.device("cpu"), num_rows) for num_rows in (1, 2)] == [True, True]
-    norm = model.model.norm.forward
-    model.model.norm.forward = lambda hidden: norm(hidden + (len(hidden) > 1) * hidden.cumsum(1))
-    assert [SCRIPT.try_out(model, torch.device("cpu"), num_rows) for num_rows in (1, 2)] == [True, False]
-    model.forward.has_positions = False
-    assert not SCRIPT.try_out(model, torch.device("cpu"), 1)
-    assert model.training
+def test_a_model_that_mixes_documents_is_padded():
+    class Mixes(torch.nn.Module):
+        def forward(self, tokens, positions):
+            return tokens.cumsum(1)[..., None]
 
+        def reshard(self):
+            pass
 
-def test_a_loss_that_is_not_the_model_s_own_is_refused(home, capsys):
+    class Separates(Mixes):
+        def forward(self, tokens, positions):
+            return (tokens + positions)[..., None]
+
+    class SeparatesOneRow(Separates):  # as flash attention does
+        def forward(self, tokens, positions):
+            return (super() if len(tokens) == 1 else Mixes()).forward(tokens, positions)
+
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    model = AutoModelForCausalLM.from_pretrained(home / "llama", dtype=torch.float32)
-    loss = SCRIPT.TokenLoss(model)
-    plain = loss.plain
-    loss.plain = lambda *inputs, **named: (
-        plain(*inputs, **named)
-        if "input_ids" in named
-        else SimpleNamespace(logits=1.001 * plain(*inputs, **named).logits)
-    )
-    message = refused(capsys, SCRIPT.try_out, model, torch.device("cpu"), 1)
-    assert "the loss in chunks is" in message
+    for kind, answers in ((Mixes, (False, False)), (Separates, (True, True)), (SeparatesOneRow, (True, False))):
+        loss = kind()
+        loss.model = SimpleNamespace(config=config_of("llama"))
+        found = [SCRIPT.documents_are_apart(loss, torch.device("cpu"), num_rows) for num_rows in (1, 2)]
+        assert tuple(found) == answers, kind
 
 
 def test_the_model_is_tried_with_as_many_rows_as_a_micro_batch(home, on_two):
@@ -667,14 +711,7 @@ def test_settings_as_words():
     assert SCRIPT.read_arguments(["m", "d", "--out", "r", "--lr", "0"]).lr == 0.0
     found = SCRIPT.read_arguments(["m", "d", "--out", "r", "--lora-rank", "4"])
     assert (found.lr, found.save_every, found.device) == (2e-4, (None, 1200.0), "auto")
-    assert (found.epochs, found.batch, found.lora_alpha, found.log) == (1.0, 64, 8.0, Path("r/log.jsonl"))
-    for words in (
-        ["--batch", "0"],
-        ["--held-out", "1"],
-        ["--save-every", "soon"],
-        ["--lora-rank", "-1"],
-        ["--lora-alpha", "1"],
-    ):
+    for words in (["--batch", "0"], ["--held-out", "1"], ["--save-every", "soon"], ["--lora-rank", "-1"]):
         with pytest.raises(SystemExit) as ended:
             SCRIPT.read_arguments(["m", "d", "--out", "r", *words])
         assert ended.value.code == 2
@@ -770,8 +807,7 @@ def assert_one_line(job, expected: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 3, 5, 7, 9])
 def test_other_numbers_of_ranks_equal_one_process(num_ranks, home, on_two, others_on_two, alone):
     """Every model; a batch has four rows, so that there are fewer rows than ranks on most of them."""
-    names = [name for name in MODELS if name != "mixtral" or num_ranks == 1]  # four experts
-    runs = {name: words_of(home, name, f"{name}-on-{num_ranks}") for name in names}
+    runs = {name: words_of(home, name, f"{name}-on-{num_ranks}") for name in MODELS}
     launch_runs(runs, num_ranks)
     for name in runs:
         assert_trained_as_alone(name, home, home / f"{name}-on-{num_ranks}", alone)
@@ -821,7 +857,7 @@ def test_the_saved_run_of_13(tmp_path):
     text.write_text("\n\n".join(document.replace("\n\n", "\n") for document in documents))
     words = [PROJECT / "notebooks" / "reference" / "language", text, "--out", tmp_path / "run"]
     (seen, _) = launch_runs({"saved": [*words, *command[command.index("run") + 1 :]]}, 2)["saved"]
-    if seen.printed.splitlines()[4] not in saved:
+    if seen.printed.splitlines()[1] not in saved:
         pytest.skip("this Python has other docstrings")
     kept = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", saved, re.MULTILINE)]
     assert losses(tmp_path / "run") == pytest.approx(kept, abs=1e-4)

@@ -77,8 +77,8 @@ def losses(output: str) -> dict[int, float]:
 
 
 def test_these_are_all():
-    """Those that need a library besides torch have tests of their own, test_finetune_hf.py and test_prepare_text.py."""
-    assert {path.name for path in FOLDER.glob("*.py")} == {*NAMES, "finetune_hf.py", "prepare_text.py"}
+    """The one script that needs a library besides torch has tests of its own, test_finetune_hf.py."""
+    assert {path.name for path in FOLDER.glob("*.py")} == {*NAMES, "finetune_hf.py"}
 
 
 @pytest.mark.parametrize("name", NAMES)
