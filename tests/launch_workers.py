@@ -118,7 +118,9 @@ def print_lines(rank, world_size, count):
     sys.stdout.buffer.write("bytes: ü\n".encode())
     sys.stdout.flush()
     subprocess.run(["sh", "-c", "echo by a process"], check=True)
-    ctypes.CDLL(None).puts(b"by a C library")
+    libc = ctypes.CDLL(None)
+    libc.puts(b"by a C library")
+    libc.fflush(None)
     print("no newline at the end", end="")
 
 

@@ -45,7 +45,7 @@ from pathlib import Path
 TRAIN = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
-print(dist.get_world_size())
+print(f"{dist.get_world_size()}\\n", end="")  # in one piece: two ranks print
 dist.destroy_process_group()
 """
 

@@ -35,4 +35,5 @@ if dist.get_rank(last) >= 0:  # only members
     dist.broadcast(value, src=0, group=last)  # broken
     # fixed: dist.broadcast(value, group_src=0, group=last)
 assert value == rank
+dist.barrier()  # before rank 0, which has nothing to do, closes connections that rank 1 is still making
 dist.destroy_process_group()

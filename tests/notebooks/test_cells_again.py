@@ -41,8 +41,8 @@ def test_no_check_closes_or_deletes_what_cells_above_it_need(number):
     assert [call.func.value.id for call in calls(cells) if makes(call, "close") or makes(call, "cleanup")] == []
 
 
-def test_cells_of_06_run_again_after_other_ranks_are_closed(tmp_path):
-    with Chapter("06", tmp_path / "chapter") as chapter:
+def test_cells_of_06_run_again_after_other_ranks_are_closed(tmp_path_factory):
+    with Chapter("06", tmp_path_factory.mktemp("06") / "notebooks") as chapter:
         chapter.run_all(BEFORE)
         chapter.execute("hasty.close()")
         assert run_again(chapter, ["live-load", "live-save", "live-load", "accident-1", "live-ranks"]) == {}
@@ -54,8 +54,8 @@ def test_cells_of_06_run_again_after_other_ranks_are_closed(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", SERIES)
-def test_a_dozen_cells_run_again_after_a_whole_run_from_the_last_to_the_first(number, tmp_path):
-    with Chapter(number, tmp_path / "chapter") as chapter:
+def test_a_dozen_cells_run_again_after_a_whole_run_from_the_last_to_the_first(number, tmp_path_factory):
+    with Chapter(number, tmp_path_factory.mktemp(number) / "notebooks") as chapter:
         quick, failed = [], {}
         for cell_id, cell in chapter.cells.items():
             tags, began_s = cell.metadata.get("tags", []), time.monotonic()
