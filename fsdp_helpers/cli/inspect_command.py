@@ -19,9 +19,9 @@ ANSWER = "FSDP_HELPERS_INSPECT_STATUS"  # the file in which rank 0 leaves the st
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, default=NUM_RANKS, metavar="N", help="ranks (default: %(default)s)")
-    steps = "stop after N optimizer steps and a first evaluation and save (default: %(default)s)"
+    steps = "stop after N optimizer steps and a first save (default: %(default)s)"
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=steps)
-    patience = "wait at most X seconds for that evaluation and save (default: %(default)s)"
+    patience = "wait at most X seconds for that save (default: %(default)s)"
     parser.add_argument("--patience", type=float, default=PATIENCE_S, metavar="X", help=patience)
     limit = "stop a script that hasn't ended after X seconds (default: %(default)s)"
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="X", help=limit)
@@ -73,11 +73,10 @@ class Meeting:
 
     def must_stop(self) -> bool:
         """Return True before the same step on all ranks, which are never more than a step apart."""
-        seen = self.watch.record.seen
         self.steps += 1
         if self.steps <= self.options.steps:
             return False
-        is_over = time.monotonic() - self.began > self.options.patience or (seen["evaluation"] and seen["saving"])
+        is_over = time.monotonic() - self.began > self.options.patience or self.watch.record.seen["saving"]
         if self.rank == 0 and is_over:
             self.store.compare_set("last", "", str(self.steps))
         return self.store.check(["last"]) and self.steps > int(self.store.get("last"))

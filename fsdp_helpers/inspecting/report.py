@@ -16,7 +16,6 @@ SUBJECTS = (
     "dropout",
     "clipping",
     "schedule",
-    "evaluation",
     "loading",
     "saving",
 )
