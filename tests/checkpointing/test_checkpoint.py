@@ -353,6 +353,13 @@ def test_an_error_while_writing_leaves_nothing(tmp_path, monkeypatch):
             done = save(tmp_path / "run" / "one", *run[:2], wait=wait)
             done.result()
         assert os.listdir(tmp_path / "run") == []
+    monkeypatch.setattr(checkpoint, "this_rank", lambda: 1)  # all is well here, and rank 0's disk is full
+    monkeypatch.setattr(checkpoint, "num_ranks", lambda: 2)
+    monkeypatch.setattr(
+        "torch.distributed.all_gather_object", lambda told, own, group: told.__setitem__(0, "disk full")
+    )
+    with pytest.raises(CheckpointError, match="nothing was saved: disk full"):
+        checkpoint._finish(lambda: None, tmp_path / "unfinished", b"", {})
 
 
 # ---------------------------------------------------------------- on several ranks

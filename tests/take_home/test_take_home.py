@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -350,7 +351,9 @@ def test_saved_on_three_ranks_resumed_on_two(tmp_path):
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module."])
 def test_names_of_ddp_and_of_a_compiled_model_are_read(prefix, tmp_path):
     script = load_script("from_ddp.py")
-    model = script.build_model()
+    plain = script.build_model
+    script.build_model = lambda: torch.nn.Sequential(OrderedDict(net=torch.nn.Sequential(OrderedDict(module=plain()))))
+    model = script.build_model()  # a module of its own that is called "module"
     adam = script.make_optimizer(model)
     model(script.load_batch(0)[0]).sum().backward()
     adam.step()

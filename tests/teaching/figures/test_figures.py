@@ -118,6 +118,7 @@ PHASES = [(0, 100), (100, 100), (200, 100)]
 MESH = {"data": ["first half", "second half"], "tensor": ["head 0", "head 1"]}
 ORDER = ["F0", "F1", "B0", "B1"]
 CASES = {
+    "distances": Case(plots.plot_distances, ({"resumed": [0.5, 0.25]}, 7), ("resumed: 0.5 at 7, 0.25 at 8.",)),
     "digits": Case(
         plots.plot_digits,
         (torch.zeros(3, 1, 28, 28), torch.tensor([1, 2, 3]), torch.tensor([1, 7, 3])),
