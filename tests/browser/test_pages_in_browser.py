@@ -149,10 +149,10 @@ LEVERS = [
     ["--sharding", "hybrid"],
 ]
 PLANS = [
-    ["plan", "--model", model, "--world-size", ranks, *lever]
+    ["plan", "--model", model, "--world-size", ranks, "--device", device, *lever]
     for model, ranks in (("llama-8b", "64"), ("llama-70b", "1024"), ("vit-b16", "8"))
+    for device in ("h100", "a100")
     for lever in LEVERS
-    for lever in (lever, [*lever, "--device", "a100"])
 ]
 RUN = "async words => (await (await import(new URL('../_static/command_line.js', location))).run(words))"
 
@@ -197,7 +197,7 @@ def test_a_plan_from_the_form_fits_a_phone_and_its_link_plans_again(browser, ser
     page.goto(f"{served}/docs/will-it-fit.html")
     page.wait_for_function("() => document.querySelector('select[name=model]').options.length > 0", timeout=120_000)
     said = "() => document.getElementById('said').textContent"
-    for config, begins in (("{", "plan: "), (json.dumps(CONFIG), "config.json")):
+    for config, begins in (("{", "isn't JSON"), (json.dumps(CONFIG), "config.json")):
         page.fill("textarea[name=config]", config)
         page.press("textarea[name=config]", "Tab")
         page.locator("input[name=world-size]").press("Enter")
