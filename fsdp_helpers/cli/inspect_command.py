@@ -49,9 +49,8 @@ def start_ranks(arguments: list[str], world_size: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "status")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-        environment = (
-            {"OMP_NUM_THREADS": "1"} | os.environ | {ANSWER: str(answer)}
-        )  # as torchrun sets it, with a warning
+        # One thread for each rank, as torchrun sets it, which would also print a warning.
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {ANSWER: str(answer)}
         ended = subprocess.run([*torchrun, "-m", "fsdp_helpers", "inspect", *arguments], env=environment)
         return ended.returncode or int(answer.read_text())
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_helpers.field_guide import FOLDER, cards
 from fsdp_helpers.inspecting.watch import Note, Record
+from fsdp_helpers.quantities import format_count
 
 SUBJECTS = (
     "optimizer",
@@ -61,8 +62,8 @@ def by_rank(notes: Sequence[tuple[int, Note | None]]) -> str:
 def report(script: str, records: Sequence[Record]) -> str:
     """Return the report: a line per finding, then what was looked at, and what wasn't to be seen."""
     found, seen = findings(records), records[0].seen
-    ranks = f"{len(records)} CPU rank{'s' * (len(records) > 1)}"
-    lines = [f"{script} on {ranks}, {seen['optimizer']} optimizer steps: {len(found) or 'no'} findings"]
+    ranks, steps = format_count(len(records), "CPU rank"), format_count(seen["optimizer"], "optimizer step")
+    lines = [f"{script} on {ranks}, {steps}: {format_count(len(found), 'finding') if found else 'no findings'}"]
     for card, evidence in found.items():
         path = os.path.relpath(FOLDER / cards()[card].file)
         lines.append(f"- {cards()[card].title}: {evidence}. {path}")
