@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,25 +72,6 @@ def test_imports_run_downwards():
     pairs = [(name, used) for name, names in graph.items() for used in names]
     assert [pair for pair in pairs if floor_of(pair[1]) < floor_of(pair[0])] == []
     assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError for a circle
-
-
-def test_contributing_says_which_room_uses_which():
-    shared = FLOORS[-1] | {"__main__"}
-    uses = {room: set() for rooms in FLOORS for room in rooms - shared}
-    for name, used in package_graph().items():
-        if (room := name.split(".")[0]) in uses:
-            uses[room] |= {one.split(".")[0] for one in used} - shared - {room}
-    rows = re.findall(
-        r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE
-    )
-    told = {}
-    for rooms, text in rows:
-        named = set(re.findall(r"`(\w+)`", text))
-        told |= {
-            room: uses.keys() - named - {room} if text.startswith("all") else named
-            for room in re.findall(r"`(\w+)`", rooms)
-        }
-    assert told == uses
 
 
 def loaded_by(modules: list[str]) -> set[str]:
