@@ -27,13 +27,17 @@ COMMON = frozenset(
 FIELD = re.compile(
     r"\b(fsdp\w*|fully_?shard\w*|ddp|dtensors?|shard\w*|nccl\w*|gloo|torch(run|elastic)?|\w*distributed\w*|ranks?|\w*gpus?|"
     r"cuda|nodes?|slurm|epochs?|batch\w*|loss(es)?|grad(ient)?s?|norm|train(ed|ing|er|s)?|resum\w+|checkpoint\w*|models?|"
-    r"optimizers?|tensors?|parameters?|layers?|lora|accuracy|learning rate|validation|evaluation|dataset|sampler|\w*loader|oom)\b(?!\.py)"
+    r"optimizers?|tensors?|parameters?|layers?|lora|accuracy|learning rate|validation|evaluation|dataset|sampler|\w*loader|oom|"
+    r"accelerat(e|or)|deepspeed|ckpts?|distcp)\b(?!\.py)"
 )
 EXCEPTION = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception))(?=:|\(|$)", re.MULTILINE)
-# Any bug of a model says these, too. With a second sign, sharding is the likely cause.
+# Any bug of a model says these, too, or any program does. With a second sign, sharding is the likely cause.
 ORDINARY = re.compile(
-    r"must match the size of tensor b|mat1 and mat2 shapes|error\(s\) in loading state_dict|size mismatch|"
-    r"cuda kernel errors might be asynchronously reported"
+    r".*(must match the size of tensor b|mat1 and mat2 shapes|error\(s\) in loading state_dict|size mismatch|all tensors to be "
+    r"on the same device|cuda kernel errors might be asynchronously).*|(\w*error: )?(\[errno \d+\] ?)?(address already in use|"
+    r"broken pipe|cannot allocate memory|connection (refused|reset by peer|timed out)|disk quota exceeded|no space left on device|"
+    r"resource temporarily unavailable|segmentation fault( \(core dumped\))?|too many open files|outofmemoryerror|isadirectoryerror)|"
+    r"oserror: \[errno \d+\]"
 )
 SECOND_SIGN = re.compile(
     r"dtensor|fsdp|shard|\bmodule\.(?!py\b)|_orig_mod|optim|\bddp\b|distributed|nccl|\brank ?\d|world_size|parallel"
@@ -75,9 +79,9 @@ class Index:
         """Return at most three cards, best first: those that quote the text, then those that have its words."""
         quotes = self.quotes(text)
         scores = self.scores(text) if quotes or self.is_of_the_field(text) else {}
-        phrases = {name: " ".join(found) for name, found in quotes.items()}
-        told = {name: sum(map(self.rarity, words_of(phrase))) for name, phrase in phrases.items()}
-        causes_first = {name: (name in ACCOMPANYING, name == OUT_OF_MEMORY) for name in told}
+        told = {name: sum(map(self.rarity, words_of(" ".join(found)))) for name, found in quotes.items()}
+        weak = {name: all(ORDINARY.fullmatch(normalized(phrase)) for phrase in found) for name, found in quotes.items()}
+        causes_first = {name: (name in ACCOMPANYING, weak[name], name == OUT_OF_MEMORY) for name in told}
         quoted = sorted(told, key=lambda name: (causes_first[name], -told[name] - 0.2 * scores.get(name, 0.0)))
         guesses = sorted(scores.keys() - told.keys(), key=scores.get, reverse=True)
         names = [*quoted, *guesses][:MOST_CARDS]
@@ -86,8 +90,9 @@ class Index:
     def quotes(self, text: str) -> dict[str, list[str]]:
         """Return each card's phrases that occur in the text, apart from numbers and spaces."""
         whole, found = normalized(text), defaultdict(list)
+        signs = FIELD.search(whole) or SECOND_SIGN.search(whole) or ORDINARY.fullmatch(whole)
         for name, phrase, searched in self.phrases:
-            if searched in whole:
+            if searched in whole and (signs or not ORDINARY.fullmatch(searched)):
                 found[name].append(phrase)
         if unallocated_share(text) < LEAST_FRAGMENTED:
             found.pop(OOM_FRAGMENTED, None)
@@ -124,13 +129,9 @@ def words_of(text: str) -> list[str]:
 
 def normalized(text: str) -> str:
     """Return the text in lowercase, with single spaces, exit codes as in Python, and # for all other numbers."""
-    text = EXIT_CODE.sub(lambda found: f"exit code {signal_of(int(found[1]))}", " ".join(text.lower().split()))
+    codes = {str(128 + signal): -signal for signal in range(1, 32)}  # the shell's 137 is -9
+    text = EXIT_CODE.sub(lambda found: f"exit code {codes.get(found[1], found[1])}", " ".join(text.lower().split()))
     return re.sub(r"(?<![-\d])(?<!exit code )(?<!errno )\d+|(?<=-)\d{3,}", "#", text)
-
-
-def signal_of(code: int) -> int:
-    """Return an exit code in Python's form: -9 for the shell's 137, which is 128 plus the signal."""
-    return 128 - code if 128 < code < 160 else code
 
 
 def unallocated_share(text: str) -> float:
@@ -140,9 +141,9 @@ def unallocated_share(text: str) -> float:
     return idle / total
 
 
-def is_ordinary(text: str) -> bool:
-    """Return whether any bug says this, and there's no second sign that sharding is the cause."""
-    return bool(ORDINARY.search(text.lower())) and not SECOND_SIGN.search(text.lower())
+def is_ordinary(text: str, quote: str) -> bool:
+    """Return whether others say what a card quotes of a text, and no second sign shows that sharding is the cause."""
+    return bool(ORDINARY.fullmatch(normalized(quote)) and not SECOND_SIGN.search(text.lower()))
 
 
 def point_to_card(result: Any) -> None:
@@ -152,7 +153,7 @@ def point_to_card(result: Any) -> None:
         return
     said = getattr(error, "summary", None) or "".join(traceback.format_exception_only(error))
     match = next(iter(Index(cards()).find(said)), None)
-    if match and match.quote and not is_ordinary(said):
+    if match and match.quote and not is_ordinary(said, match.quote):
         from IPython.display import display
 
         title, link = match.card.title, f"failures/{match.card.file}"

@@ -12,7 +12,7 @@ from fsdp_helpers.field_guide import FOLDER, cards
 NO_CARD = "No card matches this message. {} lists the failures by symptom; `doctor` checks the machine."
 GUESSES = "No card quotes this message. The closest by words:"
 MORE_GUESSES = "Others that have words of this message, but don't quote it:"
-ORDINARY = "This may also be an ordinary bug, such as a wrong shape, which says the same. If it only happens with several ranks:"
+ORDINARY = "Other bugs and other programs say the same. If it's your training on several ranks that says it:"
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 WIDTH, LABEL = 118, 15
 
@@ -38,7 +38,7 @@ def explain_text(text: str, matches: Sequence[Match]) -> str:
 
 
 def paragraphs(text: str, matches: Sequence[Match]) -> Iterator[str]:
-    if is_ordinary(text):
+    if is_ordinary(text, matches[0].quote):
         yield ORDINARY
     quoted = [match for match in matches if match.quote]
     if not quoted:

@@ -1,13 +1,13 @@
 """# PytorchStreamReader failed reading zip archive
 
-**Why.** The job was killed while it was overwriting its only checkpoint. The same happens to a file that every rank
-writes, all at once, under one name.
+**Why.** The job was killed, or the disk filled up, while it was overwriting its only checkpoint. The same happens to a
+file that every rank writes, all at once, under one name.
 
 **How to tell.** The file is smaller than the previous checkpoint. If the checkpoint is a
-`torch.distributed.checkpoint` folder, it has no `.metadata` file.
+`torch.distributed.checkpoint` folder, it has no `.metadata` file. `df` shows a full disk, `quota` a used-up quota.
 
 **The fix.** Write on one rank (or one file per rank), to a temporary file, and rename that when it's complete (on the
-same disk, `os.replace` is atomic). Keep the last two checkpoints.
+same disk, `os.replace` is atomic). Keep the last two checkpoints, and leave room on the disk for a third.
 
 **What you see.**
 
@@ -22,7 +22,7 @@ same disk, `os.replace` is atomic). Keep the last two checkpoints.
 - `failed finding central directory`, `unexpected pos`, `[enforce fail at inline_container.cc`,
   `invalid header or archive is corrupted`, `unexpected EOF`, `file in archive is not in a subdirectory`,
   `Invalid magic number; corrupt file`, `incomplete metadata, file not fully covered`, `SafetensorError`,
-  `OSError: [Errno 28] No space left on device`, `Disk quota exceeded`, `invalid load key`,
+  `No space left on device`, `Disk quota exceeded`, `invalid load key`,
   `Error while deserializing: header too small`, `Error while deserializing: header too large`,
   `Error while deserializing: invalid JSON in header` (a run on the CPU)
 - `PytorchStreamWriter failed writing file` (an older PyTorch)

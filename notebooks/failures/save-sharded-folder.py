@@ -21,7 +21,7 @@ torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER model.pt`, or with
   Hugging Face model
 - the saved FSDP model has no pytorch_model.bin or model.safetensors; zero_to_fp32
 - `IsADirectoryError`
-- `.metadata'`, `CheckpointException ranks:dict_keys` (a run on the CPU)
+- `.metadata'` (a run on the CPU)
 - `Error no file named pytorch_model.bin`, `Can't find a valid checkpoint at`, `no file named model.safetensors`
   (transformers)
 - `pytorch_model_fsdp`, `save_only_model option is not compatible with FSDP state dict type` (transformers,

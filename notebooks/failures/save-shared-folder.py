@@ -18,7 +18,6 @@ run works on a single node.
 
 - on several nodes, a checkpoint is incomplete, or resuming fails on all nodes but the first; no shared file system
 - a file or folder that exists isn't found on some ranks; NFS, Lustre, a stale handle
-- `CheckpointException ranks:dict_keys`
 - `OSError: [Errno 116] Stale file handle` (a run on the CPU)
 - `` you should activate `--save_on_each_node` ``, `Could not locate the best model at` (transformers)
 """

@@ -17,8 +17,7 @@ before you log it. With FSDP1, call `model.clip_grad_norm_`.
 **Also seen as**
 
 - the gradient norm is off by √N: ranks log different norms, smaller with more GPUs or nodes
-- clip_grad_norm_ gives a different norm on each rank, or a non-finite gradient norm isn't noticed
-- clip_grad_value or max_grad_norm has no effect
+- clip_grad_norm_ gives a different norm on each rank; clip_grad_value or max_grad_norm has no effect
 - `` `clip_grad_norm_()` should only be called on the root FSDP instance `` (a run on the CPU)
 - `Gradient clipping with FSDP is not supported` (pytorch-lightning)
 - `` do not support `clip_grad_value_` `` (accelerate)

@@ -67,6 +67,11 @@ FOREIGN = (
     "docker: driver failed programming external connectivity on endpoint web: port is already allocated.",
     "pandas.errors.ParserError: Error tokenizing data. C error: Expected 5 fields in line 10, saw 7",
     "git: fatal: refusing to merge unrelated histories",
+    "OSError: [Errno 28] No space left on device: '/var/log/app.log'",
+    "OSError: [Errno 24] Too many open files: 'access.log'",
+    "nginx: [emerg] bind() to 0.0.0.0:80 failed (98: Address already in use)",
+    "ssh: connect to host 10.0.0.5 port 22: Connection timed out",
+    'Exception in thread "main" java.lang.OutOfMemoryError: Java heap space',
     "how do I change the font of my plot?",
     "segmentation of medical images with U-Net",
     "42",
@@ -99,10 +104,32 @@ def test_a_quote_comes_before_any_guess_which_is_only_named():
 
 
 SHAPES = "RuntimeError: The size of tensor a (10) must match the size of tensor b (12) at non-singleton dimension 0"
+SAID_BY_ANY = {
+    SHAPES: "save-plain-optimizer-state",
+    "OSError: [Errno 28] No space left on device": "save-half-written",
+    "OSError: [Errno 28] No space left on device: '/runs/ckpt/step-100/__0_0.distcp'": "save-half-written",
+    "Address already in use": "crash-port-in-use",
+    "Segmentation fault (core dumped)": "crash-segfault",
+    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!": "crash-offload-device",
+}
 
 
-def test_what_any_bug_says_needs_a_second_sign():
-    assert explain_text(SHAPES, INDEX.find(SHAPES)).startswith(ORDINARY)
+@pytest.mark.parametrize("said, name", SAID_BY_ANY.items())
+def test_what_any_program_says_is_shown_as_such(said, name):
+    matches = INDEX.find(said)
+    assert (matches[0].card.name, bool(matches[0].quote)) == (name, True)
+    assert explain_text(said, matches).startswith(ORDINARY)
+
+
+def test_a_hint_that_goes_with_any_message_comes_after_the_message():
+    said = (
+        "CUDA error: invalid device ordinal\nCUDA kernel errors might be asynchronously reported at some other API call"
+    )
+    assert found(said)[:2] == ["crash-invalid-device", "crash-cuda-assert"]
+    assert ORDINARY not in explain_text(said, INDEX.find(said))
+
+
+def test_a_second_sign_makes_it_a_failure_of_several_ranks():
     in_optimizer = f'File "torch/optim/adam.py", line 7, in step\n{SHAPES}'
     assert ORDINARY not in explain_text(in_optimizer, INDEX.find(in_optimizer))
 
