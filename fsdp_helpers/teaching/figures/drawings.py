@@ -50,7 +50,7 @@ class Stage:
 FSDP_STEP = (
     Stage(title="between steps", parameters=SHARD, gradients=SHARD, optimizer=SHARD, leads_to="all-gather"),
     Stage(title="forward", parameters=WHOLE, gradients=NOTHING, optimizer=SHARD, leads_to="backward"),
-    Stage(title="end of backward", parameters=WHOLE, gradients=OWN, optimizer=SHARD, leads_to="reduce-\nscatter"),
+    Stage(title="end of backward", parameters=WHOLE, gradients=OWN, optimizer=SHARD, leads_to="reduce-scatter"),
     Stage(title="optimizer's step", parameters=SHARD, gradients=SHARD, optimizer=SHARD),
 )
 DDP_STEP = (
@@ -91,8 +91,7 @@ def draw_step(strategy: str, num_ranks: int = 2) -> tuple[Figure, Axes]:
 
 def _in_words(number: int, stage: Stage) -> str:
     has = ", ".join(f"{name} {IN_WORDS[getattr(stage, name)]}" for name in ROWS)
-    link = stage.leads_to.replace("-\n", "-")
-    return f"Stage {number}, {stage.title}: {has}." + (f" Next: {link}." if link else "")
+    return f"Stage {number}, {stage.title}: {has}." + (f" Next: {stage.leads_to}." if stage.leads_to else "")
 
 
 def _draw_rank(ax: Axes, column: int, rank: int, stage: Stage, num_ranks: int) -> None:

@@ -79,7 +79,7 @@ def plot_what_fits(
             found = {size: ranks for size, ranks in thresholds[name].items() if ranks and ranks >= min(by_ranks)}
             ax.scatter(list(found.values()), list(found), color=color, marker=marker, zorder=3, label=f"{name} fits")
             for size, ranks in found.items():
-                ax.annotate(f"{ranks:,}", (ranks, size), (3, 3), textcoords="offset points", color=color)
+                ax.annotate(f"{ranks:,}", (ranks, size), (3, 3), textcoords="offset points", color=TEXT_COLOR)
         for size in sizes:
             ax.axhline(size, color=FRAME_COLOR, linestyle="--", linewidth=0.8)
             ax.text(1.005, size, f"{size} GB", transform=ax.get_yaxis_transform(), va="center", color=TEXT_COLOR)

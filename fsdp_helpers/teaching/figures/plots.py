@@ -188,7 +188,7 @@ def plot_peak_by_ranks(
         ax.set_xticks(sorted({ranks for by_ranks in peaks.values() for ranks in by_ranks}))
         highest = max(size for by_ranks in peaks.values() for size in by_ranks.values()) / num_params
         ax.set(xlabel="ranks, each with the same number of images", ylabel="peak on a rank\n(bytes per parameter)")
-        ax.set(ylim=(0, 1.1 * highest), title=lowest_by_ranks(peaks, num_params))
+        ax.set(xlim=(1 - 0.12 * last, None), ylim=(0, 1.1 * highest), title=lowest_by_ranks(peaks, num_params))
     return fig, ax
 
 
