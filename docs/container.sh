@@ -14,5 +14,7 @@ run() { "$@"; }
 for program in git make "$python"; do
   command -v "$program" > /dev/null || { echo "$program must be installed first" >&2; exit 1; }
 done
+# Docker writes a container's own name, where torchrun's ranks meet, to this file; a bare root file system lacks it.
+[ -e /etc/hosts ] || run sh -c 'echo "127.0.0.1 localhost $(uname -n)" > /etc/hosts'
 run make --no-print-directory .venv/installed "TORCH=$torch" "PYTHON=$python"
 run .venv/bin/python -m fsdp_helpers doctor
