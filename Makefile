@@ -267,10 +267,10 @@ can-test-browser:
 missing_for = $(BIN)/python -c 'import sys; from $(1) import missing; sys.exit(missing())'
 
 can-test-network: $(INSTALLED)
-	@PYTHONPATH=tests:tests/evidence $(call missing_for,network)
+	@PYTHONPATH=tests/helpers:tests/evidence $(call missing_for,network)
 
 can-test-slurm: $(INSTALLED)
-	@PYTHONPATH=tests:tests/evidence $(call missing_for,slurm)
+	@PYTHONPATH=tests/helpers:tests/evidence $(call missing_for,slurm)
 
 can-test-mnist:
 	@ls data/MNIST/raw/*.gz > /dev/null 2>&1 || { echo "no MNIST: its four .gz files are not in data/MNIST/raw"; exit 1; }

@@ -187,7 +187,7 @@ def run_cli(tmp_path):
     """Run the command line in a process of its own, in an empty folder; `starter` replaces the interpreter."""
 
     def run(*arguments, starter=(sys.executable,), offline=False, timeout_s=240, **environment):
-        program = [str(Path(__file__).with_name("offline.py"))] if offline else ["-m", "fsdp_helpers"]
+        program = [str(Path(__file__).parent / "helpers/offline.py")] if offline else ["-m", "fsdp_helpers"]
         home = tmp_path / "cwd"
         home.mkdir(exist_ok=True)
         command = [*starter, *program, *map(str, arguments)]

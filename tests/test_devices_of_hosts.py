@@ -42,7 +42,7 @@ def command_of(name: str, home: Path, run: Path, device: str) -> list:
 def on_two_hosts(name: str, gpus: tuple[int, int], home: Path, folder: Path, device: str) -> list[str]:
     """What each host printed."""
     port = free_port()
-    program = [PROJECT / "tests" / "faked_hosts.py"]
+    program = [PROJECT / "tests/helpers/faked_hosts.py"]
     command = command_of(name, home, folder / "run", device)
     jobs = [
         torchrun_job(
@@ -51,7 +51,7 @@ def on_two_hosts(name: str, gpus: tuple[int, int], home: Path, folder: Path, dev
             folder,
             name=host,
             program=program,
-            **{FAKED_HOST: f"{host}:{count}", "PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}"},
+            **{FAKED_HOST: f"{host}:{count}", "PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests/helpers'}"},
         )
         for host, count in zip("ab", gpus, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Writes the records that notebook 10 shows: `sudo PYTHONPATH=tests:. .venv/bin/python tests/evidence/record.py`."""
+"""Write the records of notebook 10: `sudo PYTHONPATH=tests/helpers:. .venv/bin/python tests/evidence/record.py`."""
 
 import json
 import os

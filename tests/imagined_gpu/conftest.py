@@ -12,7 +12,7 @@ import pytest
 from gpu_driver import ImaginedGpus, build, cuda_headers
 from leftovers import PROJECT
 
-TESTS = PROJECT / "tests"
+HELPERS = PROJECT / "tests/helpers"
 LIMIT_S = 850.0  # of a child process, such as a whole notebook
 
 
@@ -50,7 +50,7 @@ def run_beside(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess]:
     def run(
         command: list, variables: dict[str, str], *, folder: Path | None = None, status: int = 0
     ) -> subprocess.CompletedProcess:
-        paths = {"PYTHONPATH": f"{TESTS}{os.pathsep}{PROJECT}", "FSDP_OFFLINE": "1"}
+        paths = {"PYTHONPATH": f"{HELPERS}{os.pathsep}{PROJECT}", "FSDP_OFFLINE": "1"}
         done = subprocess.run(
             list(map(str, command)),
             cwd=folder or tmp_path_factory.mktemp("beside"),

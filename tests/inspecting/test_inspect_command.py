@@ -50,8 +50,8 @@ def test_a_report_names_the_failure_its_evidence_and_its_file(tmp_path):
     [
         (["missing.py"], "there's no script missing.py"),
         (["README.md"], "isn't Python"),
-        (["--steps", "0", "tests/inspected.py"], "--steps is 0, below 1"),
-        (["--world-size", "0", "tests/inspected.py"], "--world-size is 0, below 1"),
+        (["--steps", "0", "tests/helpers/inspected.py"], "--steps is 0, below 1"),
+        (["--world-size", "0", "tests/helpers/inspected.py"], "--world-size is 0, below 1"),
         ([], "SCRIPT"),
     ],
 )

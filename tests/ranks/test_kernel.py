@@ -17,7 +17,7 @@ import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 from leftovers import SESSION_VARIABLE
-from programs import TESTS, is_running, wait_until
+from programs import HELPERS, is_running, wait_until
 
 from fsdp_helpers.ranks.server import start_method
 
@@ -41,7 +41,7 @@ class Kernel:
         self.folder, self.prompt = folder, 0  # the number of the last cell
         folder.mkdir()
         places = {name: str(folder) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "TMPDIR")}
-        environment = {**os.environ, **places, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+        environment = {**os.environ, **places, "PYTHONPATH": f"{HELPERS}{os.pathsep}{HELPERS.parents[1]}"}
         del environment[SESSION_VARIABLE]  # a kernel lives for several tests, each of which may leave nothing
         self.manager = KernelManager(connection_file=str(folder / "connection.json"))
         self.manager.start_kernel(cwd=str(folder), env=environment)
@@ -443,7 +443,7 @@ def test_below_a_failed_cell_is_a_link_to_the_card_that_quotes_its_message(with_
     assert len(links) == (card is not None)
     if card:
         title, link = re.fullmatch(r"The guide of failures: \[(.+)\]\((.+)\)", links[0]).groups()
-        path = TESTS.parent / "notebooks" / link
+        path = HELPERS.parents[1] / "notebooks" / link
         assert path.name.startswith(card) and title in path.read_text()
 
 

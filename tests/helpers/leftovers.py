@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 SESSION_VARIABLE, SESSION_MARK = "FSDP_TESTS_SESSION", uuid.uuid4().hex
 END_S = 60.0  # processes that are on their way out get this long, also on a busy machine
 

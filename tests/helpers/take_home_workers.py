@@ -22,7 +22,7 @@ from fsdp_helpers.measuring.collectives import count_collectives, trace_collecti
 from fsdp_helpers.sharding.recompute import is_checkpointed
 from fsdp_helpers.sharding.strategies import unit_names
 
-FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "take_home"
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "take_home"
 SMALL_NORM = 0.1  # for levers.py, whose norms are about 0.8
 
 

@@ -21,7 +21,7 @@ from fsdp_helpers.training.worker import train_worker
 
 # The keys that scripts read from `--json`, word for word.
 OFFLINE = Path(__file__).with_name("offline.py")  # the command line where no mirror answers
-FIXTURES = Path(__file__).with_name("fixtures")  # checkpoints and records of earlier versions
+FIXTURES = Path(__file__).parents[1] / "fixtures"  # checkpoints and records of earlier versions
 
 RUN_KEYS = {"config", "data_source", "versions", "device", "world_size", "epochs", "first_step", "step_losses", "ranks"}
 ALLOWED_EXTRA_KEYS = {"step_seconds", "device_name", "finished"}

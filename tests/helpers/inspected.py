@@ -16,7 +16,7 @@ from fsdp_helpers.inspecting.watch import Record, Watch
 from fsdp_helpers.ranks.errors import Answer, Failure
 from fsdp_helpers.ranks.processes import Processes
 
-FOLDER = Path(__file__).parents[1] / "notebooks" / "take_home"
+FOLDER = Path(__file__).parents[2] / "notebooks" / "take_home"
 TAKE_HOME = ("checkpoint.py", "ddp.py", "fsdp1.py", "fsdp2.py", "levers.py", "offload.py", "vit.py")
 LIMIT_S, GRACE_S = 240.0, 5.0
 

@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_helpers.ranks.server import start_method
 
-TESTS = Path(__file__).resolve().parent
+HELPERS = Path(__file__).resolve().parent
 PATIENCE_S = 240.0  # for whatever has to come; only a test that fails waits so long
 # Code for a child: its own highest use of memory. `ru_maxrss` would begin with what the process that started it had.
 OWN_PEAK_KB = "next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))"
@@ -70,7 +70,7 @@ def running_python(
 
 @contextmanager
 def running(command: list[str], *, variables: dict[str, str] | None = None, **settings) -> Iterator[subprocess.Popen]:
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", **(variables or {})}
+    environment = {**os.environ, "PYTHONPATH": f"{HELPERS}{os.pathsep}{HELPERS.parents[1]}", **(variables or {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes, **settings)
     try:

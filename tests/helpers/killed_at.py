@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
+HELPERS = Path(__file__).resolve().parent
 WHEN, MARK = "KILLED_AT", "KILLED_MARK"
 STEP = "^print step "
 STALE = "^shutil.rmtree .*unfinished"  # what a killed save left
@@ -77,7 +77,7 @@ def variables(folder: Path, moment: tuple[str, int, str], name: str = "job") -> 
     (hooks / "sitecustomize.py").write_text("import killed_at; killed_at.watch()\n")
     pattern, number, victim = moment
     return {
-        "PYTHONPATH": os.pathsep.join(map(str, (hooks, TESTS, TESTS.parent))),
+        "PYTHONPATH": os.pathsep.join(map(str, (hooks, HELPERS, HELPERS.parents[1]))),
         WHEN: f"{number}:{victim}:{pattern}",
         MARK: str(folder / f"{name}.landed"),
     }
