@@ -16,7 +16,7 @@ from fsdp_helpers.cli.plan_command import add_plan_arguments, plan_command
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, print_summary, write_json
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.quantities import format_bytes, format_count
-from fsdp_helpers.training.torchrun import end_with_agent, read_place, started_as_rank
+from fsdp_helpers.training.torchrun import end_with_agent, read_torchrun_rank, started_as_rank
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 CALL_FLAGS = (
@@ -172,7 +172,7 @@ def _wrong_place(options: argparse.Namespace) -> str:
     try:
         if started_as_rank():
             if options.command == "train":
-                read_place()
+                read_torchrun_rank()
         elif options.command in ("train", "compare"):
             from fsdp_helpers.ranks import server  # a browser, where plan and explain run, has no processes
 
@@ -262,10 +262,10 @@ def write_plan(options: argparse.Namespace) -> int:
 
 
 def _complain(status: int, message: str) -> int:
-    from fsdp_helpers.training.torchrun import leave_it_to_the_first, reports_bad_input
+    from fsdp_helpers.training.torchrun import reports_bad_input, wait_for_first_rank
 
     if status == BAD_INPUT and not reports_bad_input():
-        leave_it_to_the_first()
+        wait_for_first_rank()
         return status
     print(f"fsdp_helpers: {message}", file=sys.stderr)
     return status

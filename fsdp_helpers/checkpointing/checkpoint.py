@@ -26,28 +26,28 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_helpers.checkpointing.folder import (
     CheckpointError,
+    atomic_file,
     begin,
     checkpoint_name,
     commit,
     find_newest,
     read_checkpoint,
     step_of,
-    whole_file,
 )
 from fsdp_helpers.checkpointing.older_versions import STATE as OLDER_STATE
 from fsdp_helpers.checkpointing.older_versions import read_state_json
-from fsdp_helpers.checkpointing.shard_index import SafeReader, TensorEntry, check_model, failures_named, read_index
+from fsdp_helpers.checkpointing.shard_index import SafeReader, TensorEntry, as_checkpoint_error, check_model, read_index
 from fsdp_helpers.checkpointing.training_state import (
     IMPLEMENTATION,
     RANDOM_STATE,
     TrainingState,
     ignore_single_process_warnings,
-    name_in_plain,
+    name_in_plain_model,
     num_ranks,
-    put_back,
     random_state,
     read_state,
     restore_random_state,
+    set_state,
     this_rank,
 )
 from fsdp_helpers.quantities import format_count
@@ -177,10 +177,10 @@ def _finish(
     """Write this rank's data; rank 0 then renames the folder. Raises CheckpointError on all ranks if any rank fails."""
     failure = None
     try:
-        with failures_named(unfinished, "write its shards"):
+        with as_checkpoint_error(unfinished, "write its shards"):
             write()
         if this_rank() == 0:
-            with whole_file(unfinished / STATE) as file:
+            with atomic_file(unfinished / STATE) as file:
                 file.write(plain)
             commit(unfinished, **description)
     except (OSError, CheckpointError) as error:
@@ -244,12 +244,12 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None)
     as_many = checkpoint.world_size == num_ranks()
     random = _empty(stored, [RANDOM_STATE.format(0), *(random_state(this_rank()) if as_many else ())])
     older = _empty(stored, [name for name in stored if name.startswith(("extra.", "settings.")) and name not in random])
-    with failures_named(path, "read its shards"), ignore_single_process_warnings():
+    with as_checkpoint_error(path, "read its shards"), ignore_single_process_warnings():
         dcp.load({**own, **random, **older}, storage_reader=SafeReader(path))
 
     plain = _read_plain(path, older)  # with its tensors, if an older version stored them along with the model's
     found = own | plain["values"]
-    put_back(model, optimizer, replace(state, optimizer=_found_again(state.optimizer, found, "optimizer")))
+    set_state(model, optimizer, replace(state, optimizer=_found_again(state.optimizer, found, "optimizer")))
     if optimizer is not None and plain["optimizer"] is not None:
         for group, saved in zip(optimizer.param_groups, plain["optimizer"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -260,9 +260,9 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None)
 def _check_ties(path: Path, model: nn.Module, state: TrainingState) -> None:
     """Raise CheckpointError on all ranks if parameters differ in `path` that are one tensor in `model`."""
     for names in tied_names(model):
-        first, *others = (name_in_plain(model, name) for name in names)
+        first, *others = (name_in_plain_model(model, name) for name in names)
         copies = {f"model.{name}": state.model[name].detach().clone() for name in (first, *others)}
-        with failures_named(path, "read its shards"), ignore_single_process_warnings():
+        with as_checkpoint_error(path, "read its shards"), ignore_single_process_warnings():
             dcp.load(copies, storage_reader=SafeReader(path))
         for name in others:
             one, other = (_own_shards(copies[f"model.{name}"]) for name in (first, name))

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from fsdp_helpers.checkpointing.folder import DESCRIPTION, CheckpointError, find_newest, read_checkpoint, whole_file
+from fsdp_helpers.checkpointing.folder import DESCRIPTION, CheckpointError, atomic_file, find_newest, read_checkpoint
 from fsdp_helpers.checkpointing.shard_index import ShardEntry, TensorEntry, read_index_of_anyone
 
 # safetensors' names for the dtypes it supports.
@@ -69,7 +69,7 @@ def consolidate(checkpoint: str | os.PathLike, out: str | os.PathLike, *, prefix
             f"{', '.join(entry.name for entry in entries[:2])}; give another prefix"
         )
     try:
-        with whole_file(out) as file:
+        with atomic_file(out) as file:
             WRITERS[out.suffix](checkpoint, tensors, file)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         raise ValueError(f"{out} couldn't be written: {error}") from error

@@ -189,7 +189,7 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
+def atomic_file(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     """Open a temporary file that's renamed to `path` when the block ends, so readers see all of it or nothing.
 
     If the block fails or the disk is full, any old file at `path` stays as it was, and nothing else is left behind.

@@ -25,22 +25,22 @@ def read_state_json(path: Path, tensors: Mapping[str, Tensor | None]) -> dict[st
         content = json.loads((path / STATE).read_text())
         if content.keys() != {"optimizer", "values", "extra"}:
             raise ValueError(f"it has the keys {', '.join(content)}")
-        return put_together(content, tensors)
+        return decoded(content, tensors)
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / STATE} is damaged: {error!r}") from error
 
 
-def put_together(content: Any, tensors: Mapping[str, Tensor | None]) -> Any:
+def decoded(content: Any, tensors: Mapping[str, Tensor | None]) -> Any:
     """Return the value that the decoded JSON in `content` represents."""
     if isinstance(content, list):
-        return [put_together(kept, tensors) for kept in content]
+        return [decoded(kept, tensors) for kept in content]
     if not isinstance(content, dict):
         return content
     match [*content.items()]:
         case [("!tensor", name)]:
             return tensors[name]
         case [("!tuple", kept)]:
-            return tuple(put_together(kept, tensors))
+            return tuple(decoded(kept, tensors))
         case [("!dict", items)]:
-            return {put_together(key, tensors): put_together(kept, tensors) for key, kept in items}
-    return {key: put_together(kept, tensors) for key, kept in content.items()}
+            return {decoded(key, tensors): decoded(kept, tensors) for key, kept in items}
+    return {key: decoded(kept, tensors) for key, kept in content.items()}

@@ -28,7 +28,7 @@ class Stopped(Exception):
 
 
 @contextmanager
-def heeding_sigterm() -> Iterator[None]:
+def catching_sigterm() -> Iterator[None]:
     """Within the block, remember a SIGTERM instead of exiting. Every rank of the group has to enter the block."""
     global _asked
 
@@ -45,7 +45,7 @@ def heeding_sigterm() -> Iterator[None]:
 
 
 def asked_to_stop() -> bool:
-    """Return True on every rank once any rank has been asked to stop. Under `heeding_sigterm`, this is a collective."""
+    """Return True on all ranks once any rank has been asked to stop. Under `catching_sigterm`, this is a collective."""
     return _asked is not None and bool(sum_over_ranks(torch.tensor(int(_asked))))
 
 
@@ -97,7 +97,7 @@ def _check_same_run(path: Path, checkpoint: Checkpoint, config: TrainConfig, dat
             )
 
 
-def tidy_up(config: TrainConfig) -> None:
+def remove_unfinished(config: TrainConfig) -> None:
     """Remove an interrupted rank's unfinished files, unless the next run already holds the folder's lock."""
     if config.checkpoint_dir is not None and Path(config.checkpoint_dir).is_dir():
         with suppress(CheckpointError):

@@ -143,7 +143,7 @@ def _no_tensors(metadata: Metadata) -> list[str]:
 
 
 @contextmanager
-def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
+def as_checkpoint_error(folder: str | os.PathLike, action: str) -> Iterator[None]:
     """Within the block, turn a CheckpointException (which `except Exception` doesn't catch) into a CheckpointError."""
     try:
         yield
@@ -152,7 +152,7 @@ def failures_named(folder: str | os.PathLike, what: str) -> Iterator[None]:
         if isinstance(cause, CheckpointError):
             raise cause from None
         reason = next(iter(str(cause).splitlines()), type(cause).__name__)
-        raise CheckpointError(f"{folder}: rank {rank} couldn't {what}: {reason}") from cause
+        raise CheckpointError(f"{folder}: rank {rank} couldn't {action}: {reason}") from cause
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from fsdp_helpers.checkpointing.folder import whole_file
+from fsdp_helpers.checkpointing.folder import atomic_file
 from fsdp_helpers.ranks.group import gather_over_ranks
 from fsdp_helpers.sharding.wrapping import plain_name
 
@@ -59,7 +59,7 @@ def read_state(
     """Return the state of `model` and `optimizer`; every rank has to call this. (Under FSDP1, the tensors are copies.)
 
     A new optimizer has no state yet, so none is returned, and it stays new. But a state that's `to_fill` is there: torch
-    takes a step with a learning rate of 0 for it, which Adam counts. `put_back` has to replace it, or the caller to
+    takes a step with a learning rate of 0 for it, which Adam counts. `set_state` has to replace it, or the caller to
     clear it, since training would go on one step late.
     """
     is_empty = optimizer is not None and not optimizer.state
@@ -73,7 +73,7 @@ def read_state(
         optimizer.state.clear()
     moments = {} if is_new and not to_fill else optimizer_state["state"]
     groups = optimizer_state["param_groups"]
-    buffers = {name_in_plain(model, name) for name, _ in model.named_buffers()}
+    buffers = {name_in_plain_model(model, name) for name, _ in model.named_buffers()}
     torch_names = {plain_name(name): name for name in model_state}
     return TrainingState(
         model={plain_name(name): tensor for name, tensor in model_state.items()},
@@ -84,7 +84,7 @@ def read_state(
     )
 
 
-def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
+def set_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainingState) -> None:
     """Set `model` and `optimizer` to `state`. A parameter without moments in `state` loses its current moments."""
     here = state.torch_names
     model_state = {here[name]: tensor for name, tensor in state.model.items()}
@@ -105,7 +105,7 @@ def put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: T
         optimizer.state.clear()
 
 
-def name_in_plain(model: nn.Module, name: str) -> str:
+def name_in_plain_model(model: nn.Module, name: str) -> str:
     """Return the name that a parameter or buffer of the wrapped `model` has in the plain model."""
     name = plain_name(name)
     under_compile = getattr(model, "_orig_mod", model)
@@ -153,7 +153,7 @@ def save_full(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.
     optimizer_state = {"state": state.optimizer, "param_groups": state.groups}
     whole = tree_map(gather_on_rank_0, {"model": state.model, "optimizer": optimizer_state})
     if this_rank() == 0:
-        with whole_file(path) as file:
+        with atomic_file(path) as file:
             torch.save(whole, file)
 
 

@@ -32,9 +32,9 @@ def check_output_path(path: Path | None) -> None:
 
 def write_json(content: dict, path: Path) -> None:
     """Write an object as JSON, atomically."""
-    from fsdp_helpers.checkpointing.folder import whole_file
+    from fsdp_helpers.checkpointing.folder import atomic_file
 
-    with whole_file(path, "w") as file:
+    with atomic_file(path, "w") as file:
         json.dump(content, file, indent=1)
 
 

@@ -233,14 +233,14 @@ def lead_family(wait_for_parent: Callable[[], None], folders: str) -> None:
         try:
             if mark:
                 end_marked(mark)
-            tidy_up(folders)
+            remove_folders(folders)
         finally:
             os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
-def tidy_up(folders: str) -> None:
+def remove_folders(folders: str) -> None:
     """Kill everything this process has started or adopted, then remove the folders that match a pattern."""
     end_own_children()  # first, because a rank that is still joining writes into its folder
     for folder in glob.glob(folders):
@@ -257,7 +257,7 @@ def _serve(parent: int, folders: str) -> None:
 
     lead_family(wait_for_parent, folders)
     # The server's main thread exits as soon as its parent and all ranks have ended, perhaps before its thread notices.
-    atexit.register(tidy_up, folders)
+    atexit.register(remove_folders, folders)
     # Python's garbage collector writes to every object it visits, and each page that's written to is copied, which
     # takes half a second for two ranks. So the collector skips everything the server has loaded.
     own_pid = os.getpid()

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 @contextmanager
-def hold_back_reduction(model: nn.Module) -> Iterator[None]:
+def without_gradient_sync(model: nn.Module) -> Iterator[None]:
     """Within the block, accumulate gradients on this rank without reducing them.
 
     The first backward pass after the block reduces the sum. Until then, FSDP holds full gradients instead of shards.

@@ -156,7 +156,7 @@ def shard_fsdp2(
     return fully_shard(model, **settings)
 
 
-def settle_buckets(model: nn.Module, images: Tensor) -> None:
+def rebuild_ddp_buckets(model: nn.Module, images: Tensor) -> None:
     """Make DDP arrange its buckets as it does after its first step; for other strategies, do nothing.
 
     DDP rearranges its buckets after the first backward pass, and the last bit of a sum over three or more ranks

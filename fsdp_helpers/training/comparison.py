@@ -16,14 +16,14 @@ SHORT_HEADERS = ("model", "strategy", "ranks", "step", "held", "peak", "sent", "
 
 
 def comparison_configs(models: Sequence[str], base: TrainConfig, device: str) -> list[TrainConfig]:
-    """Return a configuration per model, strategy and variant that can run on `device`; see `left_out` for the rest."""
+    """Return a configuration per model, strategy and variant that can run on `device`, by `why_left_out`."""
     chosen = [
         replace(base, model=model, strategy=strategy, **way)
         for model in models
         for strategy in STRATEGIES
         for way in ways_to_run(strategy)
     ]
-    return [config for config in chosen if left_out(config, device) is None]
+    return [config for config in chosen if why_left_out(config, device) is None]
 
 
 def ways_to_run(strategy: str) -> list[dict]:
@@ -33,7 +33,7 @@ def ways_to_run(strategy: str) -> list[dict]:
     return [{"bucket_view": False}, {"bucket_view": True}] if strategy == "ddp" else [{}]
 
 
-def left_out(config: TrainConfig, device: str) -> str | None:
+def why_left_out(config: TrainConfig, device: str) -> str | None:
     """Return why this configuration can't run on `device`; None if it can."""
     try:
         config.check_device(device)

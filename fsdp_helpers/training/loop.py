@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_helpers.sharding.gradients import hold_back_reduction
+from fsdp_helpers.sharding.gradients import without_gradient_sync
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -71,7 +71,7 @@ def add_up_gradients(
     losses = []
     for part_images, part_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
         is_last = len(losses) == micro_batches - 1
-        reducing = nullcontext() if is_last or sync_micro_batches else hold_back_reduction(model)
+        reducing = nullcontext() if is_last or sync_micro_batches else without_gradient_sync(model)
         with reducing:
             with record_function("forward"):
                 # Because of this division, the gradients add up to the gradient of the mean over all images.

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.resume import Stopped, check_checkpoints, heeding_sigterm, tidy_up
+from fsdp_helpers.checkpointing.resume import Stopped, catching_sigterm, check_checkpoints, remove_unfinished
 from fsdp_helpers.config import TrainConfig, require_seconds
 from fsdp_helpers.data.source import DataError, num_test_images, num_train_images, prepare_data
 from fsdp_helpers.gpus import choose_device, find_gpus, hide_gpus
@@ -20,7 +20,7 @@ from fsdp_helpers.ranks.errors import describe_error
 from fsdp_helpers.ranks.group import gather_over_ranks, process_group, silent_ranks_named
 from fsdp_helpers.ranks.launch import RankError, launch
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.training.torchrun import Place, read_place
+from fsdp_helpers.training.torchrun import TorchrunRank, read_torchrun_rank
 from fsdp_helpers.training.worker import train_worker
 
 
@@ -71,7 +71,7 @@ def train(
             shown = progress and view
             record = launch(train_worker, config, world_size=world_size, device=device, progress=shown, **timeouts)[0]
         finally:
-            tidy_up(config)
+            remove_unfinished(config)
     if watched:
         view.summarize(record)
     return record
@@ -105,43 +105,45 @@ def train_as_rank_of_torchrun(
     Raises ValueError, DataError or CheckpointError as `train` does, and also for an environment that's incomplete or
     inconsistent; RankError for a worker that fails or times out waiting for other ranks.
     """
-    place = read_place()
-    if world_size not in (None, place.world_size):
-        raise ValueError(f"--world-size is {world_size}, but torchrun started {place.world_size} ranks; leave it out")
-    config.check_world_size(place.world_size)
+    torchrun = read_torchrun_rank()
+    if world_size not in (None, torchrun.world_size):
+        raise ValueError(
+            f"--world-size is {world_size}, but torchrun started {torchrun.world_size} ranks; leave it out"
+        )
+    config.check_world_size(torchrun.world_size)
     require_seconds(timeout=group_timeout_s)
-    if device == "cpu" or place.local_world_size == place.world_size:
-        device = choose_device(device, place.local_world_size)
+    if device == "cpu" or torchrun.local_world_size == torchrun.world_size:
+        device = choose_device(device, torchrun.local_world_size)
     else:
         store = next(dist.rendezvous("env://"))[0]  # kept while this rank trains, since rank 0 may be its server
-        device = _agree_on_device(device, place, store)
+        device = _agree_on_device(device, torchrun, store)
     config.check_device(device)
     if device == "cpu":
         hide_gpus()
     bar = ProgressBar()
-    if place.rank == 0:
+    if torchrun.rank == 0:
         send_reports_to(bar.update)
     with (
-        process_group(place.rank, place.world_size, device=device, timeout_s=group_timeout_s),
-        _failures_of_rank(place),
+        process_group(torchrun.rank, torchrun.world_size, device=device, timeout_s=group_timeout_s),
+        _failures_of_rank(torchrun),
         silent_ranks_named(group_timeout_s),
     ):
-        problem = _prepare_together(place, config, on_data)
-        record = None if problem else _train_until_stopped(place, config)
+        problem = _prepare_together(torchrun, config, on_data)
+        record = None if problem else _train_until_stopped(torchrun, config)
     if problem:
         raise problem
     bar.close()
-    return record if place.rank == 0 else None
+    return record if torchrun.rank == 0 else None
 
 
-def _agree_on_device(device: str, place: Place, store: dist.Store) -> str:
+def _agree_on_device(device: str, torchrun: TorchrunRank, store: dist.Store) -> str:
     """Return "cuda" if every host has a GPU for each of its ranks, or "cpu" if no host has any and `device` is "auto".
 
     The hosts tell each other over a group on the CPU. Raises the same ValueError on every rank otherwise.
     """
-    gpus = find_gpus(place.local_world_size)
-    own = (socket.gethostname(), 0 if gpus.problem else gpus.count, place.local_world_size)
-    group = {"store": dist.PrefixStore("devices", store), "rank": place.rank, "world_size": place.world_size}
+    gpus = find_gpus(torchrun.local_world_size)
+    own = (socket.gethostname(), 0 if gpus.problem else gpus.count, torchrun.local_world_size)
+    group = {"store": dist.PrefixStore("devices", store), "rank": torchrun.rank, "world_size": torchrun.world_size}
     dist.init_process_group("gloo", **group)
     hosts = sorted(set(gather_over_ranks(own)))
     dist.destroy_process_group()
@@ -154,36 +156,38 @@ def _agree_on_device(device: str, place: Place, store: dist.Store) -> str:
 
 
 @contextmanager
-def _failures_of_rank(place: Place) -> Iterator[None]:
+def _failures_of_rank(torchrun: TorchrunRank) -> Iterator[None]:
     """Within the block, turn any error into a RankError; only errors other than bad input get this far."""
     try:
         yield
     except Exception as error:
-        raise RankError(place.rank, place.world_size, *describe_error(error)) from error
+        raise RankError(torchrun.rank, torchrun.world_size, *describe_error(error)) from error
 
 
-def _prepare_together(place: Place, config: TrainConfig, on_data: Callable[[str], None] | None) -> Exception | None:
+def _prepare_together(
+    torchrun: TorchrunRank, config: TrainConfig, on_data: Callable[[str], None] | None
+) -> Exception | None:
     """Prepare data on every machine, and check checkpoints on rank 0; every rank returns the first problem, or None."""
     problem = None
     try:
-        if place.local_rank == 0:
+        if torchrun.local_rank == 0:
             source = prepare_run_data(config)
-            if place.rank == 0 and on_data is not None:
+            if torchrun.rank == 0 and on_data is not None:
                 on_data(source)
-        if place.rank == 0:
+        if torchrun.rank == 0:
             check_checkpoints(config, source)
     except (ValueError, DataError, CheckpointError) as error:
         problem = error
     return next(filter(None, gather_over_ranks(problem)), None)
 
 
-def _train_until_stopped(place: Place, config: TrainConfig) -> RunRecord | None:
+def _train_until_stopped(torchrun: TorchrunRank, config: TrainConfig) -> RunRecord | None:
     """Train and return the record. If SIGTERM ends the run early, rank 0 reports that, and the result is None."""
     try:
-        with heeding_sigterm() if config.checkpoint_dir else nullcontext():
-            return train_worker(place.rank, place.world_size, config)
+        with catching_sigterm() if config.checkpoint_dir else nullcontext():
+            return train_worker(torchrun.rank, torchrun.world_size, config)
     except Stopped as stop:
-        if place.rank == 0:
+        if torchrun.rank == 0:
             print(f"fsdp_helpers: {stop}", file=sys.stderr, flush=True)
         return None
 

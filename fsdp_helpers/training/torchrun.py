@@ -14,7 +14,7 @@ LEAVE_S = 10.0  # after bad input, the other ranks give the first one on their m
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TorchrunRank:
     """This process's rank under torchrun, both among all ranks and among the ranks on its machine."""
 
     rank: int
@@ -24,7 +24,7 @@ class Place:
 
 
 def started_as_rank() -> bool:
-    """Return True if any variable that only torchrun sets is present; `read_place` checks the rest."""
+    """Return True if any variable that only torchrun sets is present; `read_torchrun_rank` checks the rest."""
     return any(name in os.environ for name in TELLING)
 
 
@@ -41,8 +41,8 @@ def end_with_agent() -> None:
             sys.exit("torchrun was killed")
 
 
-def read_place() -> Place:
-    """Return this process's `Place`, read from the variables that torchrun sets.
+def read_torchrun_rank() -> TorchrunRank:
+    """Return this process's `TorchrunRank`, read from the variables that torchrun sets.
 
     Raises ValueError if some are missing or contradict each other, or if a restart wouldn't work.
     """
@@ -53,15 +53,15 @@ def read_place() -> Place:
             f"the environment has {there} without {', '.join(missing)}; start ranks with torchrun, which sets them "
             f"all, or unset {there}"
         )
-    place = Place(
+    torchrun = TorchrunRank(
         rank=_whole_number("RANK"),
         world_size=_whole_number("WORLD_SIZE"),
         local_rank=_whole_number("LOCAL_RANK"),
         local_world_size=_whole_number("LOCAL_WORLD_SIZE"),
     )
-    _check_place(place)
+    _check_torchrun_rank(torchrun)
     _check_restarts()
-    return place
+    return torchrun
 
 
 def _whole_number(name: str) -> int:
@@ -71,15 +71,17 @@ def _whole_number(name: str) -> int:
     return int(text)
 
 
-def _check_place(place: Place) -> None:
-    if place.rank >= place.world_size:
-        raise ValueError(f"RANK is {place.rank} and WORLD_SIZE is {place.world_size}; ranks start at 0")
-    if place.local_rank >= place.local_world_size:
+def _check_torchrun_rank(torchrun: TorchrunRank) -> None:
+    if torchrun.rank >= torchrun.world_size:
+        raise ValueError(f"RANK is {torchrun.rank} and WORLD_SIZE is {torchrun.world_size}; ranks start at 0")
+    if torchrun.local_rank >= torchrun.local_world_size:
         raise ValueError(
-            f"LOCAL_RANK is {place.local_rank} and LOCAL_WORLD_SIZE is {place.local_world_size}; ranks start at 0"
+            f"LOCAL_RANK is {torchrun.local_rank} and LOCAL_WORLD_SIZE is {torchrun.local_world_size}; ranks start at 0"
         )
-    if place.local_world_size > place.world_size:
-        raise ValueError(f"LOCAL_WORLD_SIZE is {place.local_world_size}, above the WORLD_SIZE of {place.world_size}")
+    if torchrun.local_world_size > torchrun.world_size:
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE is {torchrun.local_world_size}, above the WORLD_SIZE of {torchrun.world_size}"
+        )
 
 
 def _check_restarts() -> None:
@@ -101,6 +103,6 @@ def reports_bad_input() -> bool:
     return "0" in (rank, os.environ.get("LOCAL_RANK")) or not rank.isdecimal()
 
 
-def leave_it_to_the_first() -> None:
+def wait_for_first_rank() -> None:
     """Wait so that the machine's first rank can report it, because torchrun stops all ranks as soon as one exits."""
     time.sleep(LEAVE_S)

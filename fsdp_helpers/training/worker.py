@@ -20,7 +20,7 @@ from fsdp_helpers.gpus import device_name
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
 from fsdp_helpers.records import EpochRecord, RunRecord
-from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, settle_buckets, wait_for_buckets
+from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, rebuild_ddp_buckets, wait_for_buckets
 from fsdp_helpers.training.loop import Batches, evaluate, train_one_epoch
 from fsdp_helpers.training.watch import StepWatch
 
@@ -46,7 +46,7 @@ def run_training(
     watch = StepWatch(config, num_steps, rank_device(), world_size, rank=rank, steps_before=first_step)
     model, optimizer = set_up(rank, config)
     if first_step:
-        settle_buckets(model, dataset.train.images[: config.global_batch_size // world_size])
+        rebuild_ddp_buckets(model, dataset.train.images[: config.global_batch_size // world_size])
         checkpoints.load(model, optimizer)
     watch.watch(
         model, optimizer, between_steps=lambda: checkpoints.after_step(model, optimizer, first_step + num_steps)

@@ -12,6 +12,7 @@ from fsdp_helpers.checkpointing import folder as checkpoint_folder
 from fsdp_helpers.checkpointing.folder import (
     Checkpoint,
     CheckpointError,
+    atomic_file,
     begin,
     checkpoint_name,
     clear_unfinished,
@@ -21,7 +22,6 @@ from fsdp_helpers.checkpointing.folder import (
     keep_newest,
     locked,
     read_checkpoint,
-    whole_file,
 )
 
 DESCRIPTION = {"world_size": 2, "settings": {"seed": 0}}
@@ -123,7 +123,7 @@ def test_a_file_appears_when_all_of_it_is_on_the_disk(mode, text, tmp_path, monk
     path.write_text("old")
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_text()))
-    with whole_file(path, mode) as file:
+    with atomic_file(path, mode) as file:
         file.write(text)
         assert path.read_text() == "old"
     assert (synced, path.read_text(), names(tmp_path)) == (["old"], "new", ["file"])
@@ -134,11 +134,11 @@ def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     for error in (ZeroDivisionError, KeyboardInterrupt):
-        with pytest.raises(error), whole_file(path) as file:
+        with pytest.raises(error), atomic_file(path) as file:
             file.write(b"half")
             raise error
         assert (path.read_text(), names(tmp_path)) == ("old", ["file"])
-    with pytest.raises(FileNotFoundError), whole_file(tmp_path / "none" / "file"):
+    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "none" / "file"):
         pass
 
 

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_helpers.checkpointing import checkpoint
 from fsdp_helpers.checkpointing.checkpoint import load, save
 from fsdp_helpers.checkpointing.folder import CheckpointError
-from fsdp_helpers.checkpointing.resume import Stopped, heeding_sigterm, run_checkpoints
+from fsdp_helpers.checkpointing.resume import Stopped, catching_sigterm, run_checkpoints
 from fsdp_helpers.checkpointing.shard_index import read_index
 from fsdp_helpers.checkpointing.training_state import save_full
 from fsdp_helpers.models.series import build_model
@@ -471,7 +471,7 @@ def train_and_be_asked(rank, world_size, config, asked, step):
         return take(*args, **settings)
 
     training.train_step = train_step
-    with heeding_sigterm():
+    with catching_sigterm():
         try:
             train_worker(rank, world_size, config)
         except Stopped as stopped:

@@ -24,7 +24,7 @@ from fsdp_helpers.measuring.memory import trace_memory
 from fsdp_helpers.measuring.offload_copies import trace_copies
 from fsdp_helpers.models.series import build_model
 from fsdp_helpers.ranks.group import gather_over_ranks, rank_device, sum_over_ranks
-from fsdp_helpers.sharding.gradients import hold_back_reduction
+from fsdp_helpers.sharding.gradients import without_gradient_sync
 from fsdp_helpers.sharding.strategies import APPLY_STRATEGY, shard_with_api, unit_names
 from fsdp_helpers.training import worker
 from fsdp_helpers.training.loop import train_step
@@ -121,7 +121,7 @@ def gradients_held_back(rank, world_size):
     """DDP, one weight whose gradient is rank + 1: after a backward that reduces nothing, and one more that does."""
     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     inputs = torch.full((1, 1), rank + 1.0)
-    with hold_back_reduction(model):
+    with without_gradient_sync(model):
         model(inputs).sum().backward()
     own = model.module.weight.grad.item()
     model(inputs).sum().backward()
@@ -166,7 +166,7 @@ def answer_to_each_disagreement(rank, world_size, config, folder):
     def refuse(path, *mode):
         raise OSError("no space is left for it")
 
-    with patch.object(checkpoint, "whole_file", refuse):  # on rank 0, which writes that file alone
+    with patch.object(checkpoint, "atomic_file", refuse):  # on rank 0, which writes that file alone
         said["save"] = message_of(lambda: checkpoint.save(Path(folder, "saved"), nn.Linear(2, 2)))
     return said
 

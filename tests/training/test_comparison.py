@@ -15,8 +15,8 @@ from fsdp_helpers.training.comparison import (
     comparison_cells,
     comparison_configs,
     comparison_row,
-    left_out,
     plain_table,
+    why_left_out,
 )
 
 # Every strategy, DDP also with its gradients in the buckets, FSDP with both APIs
@@ -51,8 +51,8 @@ def test_the_kept_record_has_its_rows():
 
 def test_why_one_is_left_out():
     config = TrainConfig(strategy="fsdp-offload", api="fsdp1")
-    assert "pinning needs an accelerator" in left_out(config, "cpu")
-    assert left_out(config, "cuda") is None
+    assert "pinning needs an accelerator" in why_left_out(config, "cpu")
+    assert why_left_out(config, "cuda") is None
 
 
 def test_the_median_is_that_of_the_steady_steps():

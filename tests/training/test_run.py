@@ -4,7 +4,7 @@ import pytest
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.training import run
-from fsdp_helpers.training.torchrun import Place
+from fsdp_helpers.training.torchrun import TorchrunRank
 
 FEW_STEPS = TrainConfig(strategy="fsdp", global_batch_size=8, max_steps=3, train_images=24, test_images=8)
 
@@ -13,6 +13,6 @@ FEW_STEPS = TrainConfig(strategy="fsdp", global_batch_size=8, max_steps=3, train
 def test_each_machine_prepares_its_data_once(rank, local_rank, prepares, monkeypatch):
     asked = []
     monkeypatch.setattr(run, "prepare_run_data", asked.append)
-    place = Place(rank=rank, world_size=4, local_rank=local_rank, local_world_size=2)
+    place = TorchrunRank(rank=rank, world_size=4, local_rank=local_rank, local_world_size=2)
     assert run._prepare_together(place, FEW_STEPS, None) is None
     assert asked == [FEW_STEPS] * prepares

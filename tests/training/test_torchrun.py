@@ -122,7 +122,7 @@ def test_a_machine_that_comes_back_joins(tmp_path):
 @pytest.mark.parametrize("wanted, hosts, found", [choice for choice in CHOICES if choice[0] != "cpu"])
 def test_several_hosts_agree_on_a_device(wanted, hosts, found, monkeypatch):
     """test_devices_of_hosts.py has two hosts that do so."""
-    place = torchrun_environment.Place(rank=0, world_size=1, local_rank=0, local_world_size=2)
+    place = torchrun_environment.TorchrunRank(rank=0, world_size=1, local_rank=0, local_world_size=2)
     monkeypatch.setattr(rank_run, "find_gpus", lambda wanted: Gpus(2))
     monkeypatch.setattr(rank_run, "gather_over_ranks", lambda own: hosts)
     if found in ("cpu", "cuda:1"):
@@ -134,7 +134,7 @@ def test_several_hosts_agree_on_a_device(wanted, hosts, found, monkeypatch):
 
 
 def test_a_host_counts_only_gpus_that_torch_can_use(monkeypatch):
-    place, told = torchrun_environment.Place(rank=0, world_size=1, local_rank=0, local_world_size=2), []
+    place, told = torchrun_environment.TorchrunRank(rank=0, world_size=1, local_rank=0, local_world_size=2), []
     monkeypatch.setattr(rank_run, "find_gpus", lambda wanted: Gpus(wanted, "the driver is too old"))
     monkeypatch.setattr(rank_run, "gather_over_ranks", lambda own: told.append(own) or [own])
     assert rank_run._agree_on_device("auto", place, HashStore()) == "cpu"
