@@ -211,7 +211,7 @@ class TrainConfig:
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError if this configuration can't run on `world_size` ranks."""
-        require_whole("world_size", world_size)
+        require_positive_int("world_size", world_size)
         if self.strategy == "local" and world_size != 1:
             raise ValueError(
                 f"strategy 'local' trains in one process, but world_size is {world_size}; "
@@ -270,7 +270,7 @@ def _check_by_itself(one: Field, value: object) -> None:
     if one.metadata["choices"] is not None:
         require_choice(one.name, value, one.metadata["choices"])
     if one.metadata["at_least_one"] and not (value is None and one.default is None):
-        require_whole(one.name, value)
+        require_positive_int(one.name, value)
 
 
 # ---------------------------------------------------------------- checks that other modules share
@@ -282,7 +282,7 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
 
 
-def require_whole(name: str, value: object) -> None:
+def require_positive_int(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")

@@ -43,12 +43,12 @@ class Gpus:
     problem: str = ""  # why torch can't use them, in torch's words, without the final period
 
 
-def find_gpus(wanted: int = 0) -> Gpus:
-    """Count the GPUs; if `wanted` isn't 0 and there are at least that many, also try a computation on the first.
+def find_gpus(num_wanted: int = 0) -> Gpus:
+    """Count the GPUs; if `num_wanted` isn't 0 and there are at least that many, also try a computation on the first.
 
     The first call takes as long as importing torch does; without a driver, the call is instant.
     """
-    return _ask_a_child(wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
+    return _ask_a_child(num_wanted, os.environ.get(VISIBLE)) if _may_have_gpus() else Gpus(0)
 
 
 def choose_device(device: str, ranks_on_this_machine: int) -> str:
@@ -135,9 +135,9 @@ def _may_have_gpus() -> bool:
 
 
 @cache
-def _ask_a_child(wanted: int, visible: str | None) -> Gpus:
-    """Run TRIAL in a child process and return its findings, which are cached by `wanted` and `visible`."""
-    command = [sys.executable, "-c", TRIAL, str(wanted)]
+def _ask_a_child(num_wanted: int, visible: str | None) -> Gpus:
+    """Run TRIAL in a child process and return its findings, which are cached by `num_wanted` and `visible`."""
+    command = [sys.executable, "-c", TRIAL, str(num_wanted)]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # the child isn't a rank
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRIAL_S, check=False)

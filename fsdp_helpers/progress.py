@@ -74,7 +74,7 @@ def reports_drawn() -> Iterator[None]:
             send_reports_to(None)
 
 
-def drawn(items: Sequence[Item], title: str) -> Iterator[Item]:
+def with_progress(items: Sequence[Item], title: str) -> Iterator[Item]:
     """Yield `items` while drawing a progress bar for this process's work on them."""
     with reports_drawn():
         report(0, len(items), title)
@@ -84,10 +84,10 @@ def drawn(items: Sequence[Item], title: str) -> Iterator[Item]:
 
 
 @contextmanager
-def timed(what: str) -> Iterator[None]:
+def timed(title: str) -> Iterator[None]:
     """Show that the block is running and, in a notebook, how long it took. Use this if progress can't be measured."""
     with closing(ProgressBar()) as bar:
-        bar.start(what)
+        bar.start(title)
         yield
 
 

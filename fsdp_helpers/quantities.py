@@ -30,9 +30,9 @@ def format_seconds(seconds: float) -> str:
     return f"{_three_digits(seconds / 3600)} h"
 
 
-def format_count(count: int, what: str = "") -> str:
+def format_count(count: int, noun: str = "") -> str:
     """Return a whole number with thousands separators, and a noun for what's counted: 1,199,882; 1 rank; 2 ranks."""
-    return f"{count:,} {what}{'s' * (count != 1)}" if what else f"{count:,}"
+    return f"{count:,} {noun}{'s' * (count != 1)}" if noun else f"{count:,}"
 
 
 def _three_digits(value: float) -> str:

@@ -128,7 +128,7 @@ def test_reports_are_thinned_out_but_the_last_arrives(reports):
 
 
 def test_what_this_very_process_does_is_drawn(page):
-    assert list(progress.drawn("abc", "letters")) == ["a", "b", "c"]
+    assert list(progress.with_progress("abc", "letters")) == ["a", "b", "c"]
     with progress.timed("work"):
         time.sleep(0.01)
     assert "| 0/3 [" in page[0][1] and page[-1][1].startswith("work: ended after ")

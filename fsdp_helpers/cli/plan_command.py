@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdp_helpers.cli.flags import Flag, add_flags, flags, given_settings
 from fsdp_helpers.cli.printing import write_json
-from fsdp_helpers.config import require_whole
+from fsdp_helpers.config import require_positive_int
 from fsdp_helpers.models.shapes import LLAMA_SHAPES
 from fsdp_helpers.planning.advice import CHAPTER, changes_until_it_fits, fastest, held_back, sentence
 from fsdp_helpers.planning.cluster import Cluster
@@ -143,7 +143,7 @@ def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
     settings = Settings(batch=_batch(options, subject), **given)
     if options.global_batch is None:
         return settings
-    require_whole("global_batch", options.global_batch)
+    require_positive_int("global_batch", options.global_batch)
     if settings.micro_batches > 1:
         raise ValueError("--global-batch chooses the number of micro-batches; leave out --micro-batches")
     together = settings.batch * options.world_size
@@ -168,12 +168,12 @@ def read_subject(options: argparse.Namespace) -> Subject:
         return named_subject(options.model)
     name, shape = read_config(options.config) if options.config else (options.model, LLAMA_SHAPES[options.model])
     if options.context is not None:
-        require_whole("context", options.context)
+        require_positive_int("context", options.context)
         if shape.positions and options.context > shape.positions:
             raise ValueError(f"--context is {options.context:,}; {name} has only {shape.positions:,} learned positions")
         shape = replace(shape, context=options.context)
     if options.lora_rank is not None:
-        require_whole("lora_rank", options.lora_rank)
+        require_positive_int("lora_rank", options.lora_rank)
     return llama_subject(name, shape, lora_rank=options.lora_rank or 0)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from fsdp_helpers.config import is_number, require_whole, setting
+from fsdp_helpers.config import is_number, require_positive_int, setting
 from fsdp_helpers.planning.devices import DEVICES, LINK_SHARE, named_device
 from fsdp_helpers.planning.network import BETWEEN_LATENCY_S, START_S, WITHIN_LATENCY_S, Network
 from fsdp_helpers.quantities import GB
@@ -77,7 +77,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "ranks_per_node"):
-            require_whole(name, getattr(self, name))
+            require_positive_int(name, getattr(self, name))
         if self.world_size > MOST_RANKS:
             raise ValueError(f"world_size is {self.world_size:,}; the planner supports at most {MOST_RANKS:,} ranks")
         if self.device_memory_bytes is None:

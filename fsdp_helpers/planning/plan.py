@@ -14,7 +14,7 @@ from fsdp_helpers.config import (
     STRATEGIES,
     TrainConfig,
     is_sharded,
-    require_whole,
+    require_positive_int,
     setting,
 )
 from fsdp_helpers.planning.cluster import MOST_RANKS, Cluster
@@ -91,7 +91,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("batch", "replicas", "micro_batches", "loss_chunks"):
-            require_whole(name, getattr(self, name))
+            require_positive_int(name, getattr(self, name))
         named_optimizer(self.optimizer)
         if self.precision not in PRECISIONS:
             raise ValueError(f"unknown precision {self.precision!r}; choose one of {', '.join(PRECISIONS)}")

@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fsdp_helpers.config import require_seconds, require_whole
+from fsdp_helpers.config import require_positive_int, require_seconds
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import follow_edits, shown_by_message
 from fsdp_helpers.progress import ProgressBar, Report, print_above_bar, send_reports_to
@@ -60,7 +60,7 @@ def launch(
     follow_edits()
     with shown_by_message(ValueError):
         check_worker(worker)
-        require_whole("world_size", world_size)
+        require_positive_int("world_size", world_size)
         require_seconds(timeout_s=timeout_s, stall_s=stall_s, timeout=group_timeout_s)
         device = choose_device(device, world_size)
         body = partial(run_worker, pickle_job(worker, args), group_timeout_s)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 
-from fsdp_helpers.config import require_seconds, require_whole
+from fsdp_helpers.config import require_positive_int, require_seconds
 from fsdp_helpers.gpus import choose_device
 from fsdp_helpers.notebook import InPlace, follow_edits, is_notebook, shown_by_message
 from fsdp_helpers.ranks import stacks
@@ -55,7 +55,7 @@ class Ranks(AbstractContextManager):
     def __init__(self, world_size: int, device: str = "auto", timeout_s: float | None = 20.0) -> None:
         check_not_a_rank()
         with shown_by_message(ValueError):
-            require_whole("world_size", world_size)
+            require_positive_int("world_size", world_size)
             require_seconds(timeout_s=timeout_s)
             self.device = choose_device(device, world_size)
         self.world_size, self.timeout_s = world_size, timeout_s or LONGEST_WAIT_S

@@ -67,19 +67,19 @@ def run_script(code: str, file: str, folder: str, port: int, late_s: float, rank
     return Answer(0, "")
 
 
-def lines_not_said(card: Card, seen: Outcome) -> list[str]:
+def missing_lines(card: Card, outcome: Outcome) -> list[str]:
     """Return the lines under "What you see" that no rank said in a broken run.
 
     A card shows the failures that are causes: what a rank says that waited for another one varies, and isn't shown.
     """
     shown = [line.strip() for line in card.part("What you see").splitlines() if line.startswith("    ")]
-    said = "\n".join([*seen.errors, seen.printed])
+    said = "\n".join([*outcome.errors, outcome.printed])
     return [
-        line for line in shown if not (line in said if line.startswith(OWN_NUMBERS) else steady(line) in steady(said))
+        line for line in shown if not (line in said if line.startswith(OWN_NUMBERS) else masked(line) in masked(said))
     ]
 
 
-def steady(text: str) -> str:
+def masked(text: str) -> str:
     """Return a text without what differs from run to run: # for numbers and addresses, no colors, no folders."""
     text = re.sub(r"\x1b\[\d*m|(?<=\[)/\S*/", "", text)
     return re.sub(r"\d+", "#", re.sub(r"(127\.0\.0\.1|\[::1\])(:\d+)?", "#", text))

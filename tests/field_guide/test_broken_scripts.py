@@ -4,14 +4,14 @@ import pytest
 from guide_cards import SCRIPTS
 
 from fsdp_helpers.field_guide import Card
-from fsdp_helpers.teaching.run_failure import lines_not_said, run
+from fsdp_helpers.teaching.run_failure import missing_lines, run
 
 
 @pytest.mark.parametrize("card", SCRIPTS)
 def test_the_broken_script_fails_as_its_card_shows(card):
     seen = run(card.name, card.script(broken=True))
     assert seen.errors, "it works"
-    assert lines_not_said(card, seen) == [], seen
+    assert missing_lines(card, seen) == [], seen
 
 
 @pytest.mark.parametrize("card", SCRIPTS)
@@ -25,5 +25,5 @@ def test_a_line_that_no_rank_said_is_noticed():
     text = "# Title\n\n**What you see.**\n\n    ValueError: 1 of 2\n    AssertionError: 1 of 2\n"
     card = Card("crash-x", text, "assert False, '3 of 4'\n")
     seen = run(card.name, card.script(broken=True))
-    assert lines_not_said(card, seen) == ["ValueError: 1 of 2", "AssertionError: 1 of 2"]
-    assert lines_not_said(Card("crash-x", text.replace("1 of 2", "3 of 4"), card.code), seen) == ["ValueError: 3 of 4"]
+    assert missing_lines(card, seen) == ["ValueError: 1 of 2", "AssertionError: 1 of 2"]
+    assert missing_lines(Card("crash-x", text.replace("1 of 2", "3 of 4"), card.code), seen) == ["ValueError: 3 of 4"]

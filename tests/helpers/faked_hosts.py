@@ -72,7 +72,7 @@ def main() -> None:
     name, count = os.environ[FAKED_HOST].split(":")
     socket.gethostname = lambda: name
     torch.cuda.device_count = lambda: int(count)
-    gpus.find_gpus = lambda wanted=0: gpus.Gpus(int(count))
+    gpus.find_gpus = lambda num_wanted=0: gpus.Gpus(int(count))
     del sys.argv[0]
     if sys.argv[0] == "-m":
         del sys.argv[0]

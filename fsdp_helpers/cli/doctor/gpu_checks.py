@@ -77,9 +77,9 @@ def judge_losses(numbers: Numbers) -> Iterator[Finding]:
     yield judged("bf16's losses differ from fp32's", 0 < apart <= SAME_IN_BF16, said, f"{apart:.1e}")
 
 
-def largest_difference(one: list[float], other: list[float]) -> float:
+def largest_difference(first: list[float], second: list[float]) -> float:
     """Return the largest relative difference between two runs' losses."""
-    return max(abs(a / b - 1) for a, b in zip(one, other, strict=True))
+    return max(abs(a / b - 1) for a, b in zip(first, second, strict=True))
 
 
 RANKS = ("psutil", "tqdm", "filelock")  # what starting ranks imports

@@ -17,7 +17,7 @@ import nbformat
 
 from fsdp_helpers.cli.lab import pages
 from fsdp_helpers.cli.lab.pages import PROJECT
-from fsdp_helpers.cli.lab.run_notebooks import FOLDER, chosen
+from fsdp_helpers.cli.lab.run_notebooks import FOLDER, notebooks_named
 
 FOLDED = re.compile(r"<details><summary>(?P<title>[^<]*)</summary>(?P<text>.*?)</details>\n?", re.DOTALL)
 PAPER = pages.STYLES / "paper.css"
@@ -30,7 +30,7 @@ PRINT_S = 120  # for one page, on a busy machine
 def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collection[str] = ()) -> str:
     """Return a notebook as a printable page that links to the `others`. Hints come last, followed by any solutions."""
     hints, answers = [], []
-    for exercise, title, text in take_folded(notebook):
+    for exercise, title, text in remove_folded_sections(notebook):
         (answers if title in ("Solution", "Answers") else hints).append(f"**{exercise} · {title}.** {text.strip()}")
     notebook.cells += _section("Hints", hints)
     if solutions:
@@ -40,7 +40,7 @@ def handout(notebook: nbformat.NotebookNode, *, solutions: bool, others: Collect
     return pages.page(pages.title_of(notebook), f"<main>\n{body}\n</main>", PAPER)
 
 
-def take_folded(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str, str]]:
+def remove_folded_sections(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str, str]]:
     """Remove the folded sections from the text; yield the exercise, title and text of each hint and solution."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -93,7 +93,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     chromium = find_chromium()
-    for path in write_handouts(chosen(options.names), options.to, solutions=options.solutions):
+    for path in write_handouts(notebooks_named(options.names), options.to, solutions=options.solutions):
         if chromium:
             print_pdf(chromium, path, path.with_suffix(".pdf"))
         print(f"{path}{' and .pdf' if chromium else ''}", flush=True)

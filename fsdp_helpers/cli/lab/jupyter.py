@@ -51,16 +51,16 @@ def sign(notebooks: Sequence[Path]) -> None:
         print(f"the copies aren't signed: {done.stderr.strip().splitlines()[-1]}")
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that kernels and terminals need in addition to the `given` variables."""
+def environment(current: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that kernels and terminals need in addition to the `current` ones."""
     variables = {
-        "JUPYTER_CONFIG_PATH": _joined(HERE / "config", given.get("JUPYTER_CONFIG_PATH")),
+        "JUPYTER_CONFIG_PATH": _joined(HERE / "config", current.get("JUPYTER_CONFIG_PATH")),
         "OMP_WAIT_POLICY": "PASSIVE",  # if cores are busy, spinning threads make a step take ten times as long
         "PET_LOG_DIR": os.devnull,  # otherwise, every torchrun leaves a folder with output that the cell shows anyway
     }
     if sys.prefix != sys.base_prefix:  # so that this environment's python comes first, in terminals as well
         variables["VIRTUAL_ENV"] = sys.prefix
-        variables["PATH"] = _joined(Path(sys.executable).parent, given.get("PATH"))
+        variables["PATH"] = _joined(Path(sys.executable).parent, current.get("PATH"))
     return variables
 
 

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "notebooks"
 CELL_S = 600  # for one cell, on a busy machine
 
 
-def chosen(names: list[str]) -> list[Path]:
+def notebooks_named(names: list[str]) -> list[Path]:
     """Return the notebooks whose names start with any of `names` (default: all); each name must match at least one."""
     paths = sorted(FOLDER.glob("*.ipynb"))
     for name in names:
@@ -39,7 +39,7 @@ def run(path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="first characters of the notebooks' names, such as 03 (default: all)")
-    for path in chosen(parser.parse_args().names):
+    for path in notebooks_named(parser.parse_args().names):
         start_s = time.monotonic()
         try:
             run(path)

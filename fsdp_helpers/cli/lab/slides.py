@@ -21,7 +21,7 @@ from pygments.lexers import DiffLexer, PythonLexer
 
 from fsdp_helpers.cli.lab import pages
 from fsdp_helpers.cli.lab.pages import PROJECT
-from fsdp_helpers.cli.lab.run_notebooks import chosen
+from fsdp_helpers.cli.lab.run_notebooks import notebooks_named
 
 REVEAL = Path(__file__).resolve().parent / "reveal"
 CODE_HEIGHT, CODE_WIDTH, TABLE_HEIGHT = 570, 1_160, 560  # in pixels: the room below the heading on a 1,280 x 720 slide
@@ -198,7 +198,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.to.mkdir(parents=True, exist_ok=True)
-    for path in chosen(options.names):
+    for path in notebooks_named(options.names):
         written = options.to / f"{path.stem}.html"
         written.write_text(deck(nbformat.read(path, as_version=4)))
         print(written, flush=True)

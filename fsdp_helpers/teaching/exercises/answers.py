@@ -102,17 +102,17 @@ def expect_answered(answer: Any) -> None:
     expect(answer is not None, "the answer is None; put yours in its place")
 
 
-def expect_number(given: Any) -> None:
+def expect_number(value: Any) -> None:
     """Raise NotYet unless the answer is a finite number; strings, lists and booleans aren't numbers here."""
-    expect_answered(given)
-    is_number = isinstance(given, Real) and not isinstance(given, bool) and abs(given) < BEYOND_ALL  # type: ignore[operator]
-    expect(is_number, f"the answer is {in_short(given)}; it should be a number")
+    expect_answered(value)
+    is_number = isinstance(value, Real) and not isinstance(value, bool) and abs(value) < BEYOND_ALL  # type: ignore[operator]
+    expect(is_number, f"the answer is {in_short(value)}; it should be a number")
 
 
-def expect_whole(given: Any) -> None:
+def expect_whole_number(value: Any) -> None:
     """Raise NotYet unless the answer is a whole number; 3.0 counts as one."""
-    expect_number(given)
-    expect(given == int(given), f"the answer is {given}; it should be a whole number")
+    expect_number(value)
+    expect(value == int(value), f"the answer is {value}; it should be a whole number")
 
 
 def call(function: Callable | None, *arguments: object, **named: object) -> Any:

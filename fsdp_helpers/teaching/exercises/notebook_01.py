@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from fsdp_helpers.quantities import format_bytes, format_count
 from fsdp_helpers.records import RunRecord
-from fsdp_helpers.teaching.exercises.answers import DRAW, FRESH_CASES, call, exercise, expect, expect_whole
+from fsdp_helpers.teaching.exercises.answers import DRAW, FRESH_CASES, call, exercise, expect, expect_whole_number
 from fsdp_helpers.teaching.exercises.runs import AS_IT_IS, RunTask, judge_run
 
 LARGEST_BATCH = RunTask(
@@ -15,7 +15,7 @@ LARGEST_BATCH = RunTask(
 @exercise("01")
 def check_parameter_count(answer: int | None) -> str:
     """Notebook 01: check the parameter count of a convolution from 64 to 128 channels with 5 x 5 kernels and a bias."""
-    expect_whole(answer)
+    expect_whole_number(answer)
     # 128 kernels, each with 64 x 5 x 5 weights and one bias
     right = 128 * (64 * 5 * 5) + 128
     expect(
@@ -31,7 +31,7 @@ def check_largest_model(largest_model: Callable[[int], int] | None) -> str:
     """Notebook 01: check how many fp32 parameters fit in a memory budget with their gradients and Adam moments."""
     for budget_bytes in (0, 15, 16, 31, *(DRAW.randint(32, 80 * 10**9) for _ in range(FRESH_CASES))):
         answer = call(largest_model, budget_bytes)
-        expect_whole(answer)
+        expect_whole_number(answer)
         says = f"for {format_count(budget_bytes)} bytes, your function returns {format_count(answer)}; "
         expect(16 * answer <= budget_bytes, f"{says}that many don't fit with their gradients and Adam's moments")
         expect(16 * (answer + 1) > budget_bytes, f"{says}there's room for more")

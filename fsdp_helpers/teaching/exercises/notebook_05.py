@@ -10,7 +10,7 @@ from fsdp_helpers.teaching.exercises.answers import (
     exercise,
     expect,
     expect_number,
-    expect_whole,
+    expect_whole_number,
     in_short,
     sizes_and_ranks,
 )
@@ -50,7 +50,7 @@ def check_images_to_hide(images_to_hide: Callable[[int, int, int, float, float],
     """
     for num_params, root_params, world_size, image_s, bytes_per_s in _links():
         given = call(images_to_hide, num_params, root_params, world_size, image_s, bytes_per_s)
-        expect_whole(given)
+        expect_whole_number(given)
         copies_s = 4 * (2 * num_params - root_params) / world_size / bytes_per_s  # the slower direction
         says = (
             f"for {format_count(num_params)} parameters, {format_count(root_params)} of them in the root, a world "
@@ -121,7 +121,7 @@ def _plan_of_reader(plan: Callable, case: dict[str, int]) -> int | None:
     """Return the reader's answer, which may be None; a function that always returns None fails on other cases."""
     given = call_or_none(plan, *case.values())
     if given is not None:
-        expect_whole(given)
+        expect_whole_number(given)
     return given
 
 

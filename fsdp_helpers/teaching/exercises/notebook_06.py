@@ -26,10 +26,10 @@ from fsdp_helpers.teaching.exercises.answers import (
     exercise,
     expect,
     expect_number,
-    expect_whole,
+    expect_whole_number,
     in_short,
 )
-from fsdp_helpers.teaching.exercises.on_ranks import TOLERANCE, import_own, read_module, run_on_ranks
+from fsdp_helpers.teaching.exercises.on_ranks import TOLERANCE, import_from_reader, read_module, run_on_ranks
 from fsdp_helpers.teaching.exercises.small_net import (
     adam,
     build_net,
@@ -90,7 +90,7 @@ def _expect_files(given: Any, num_rows: int, saved: int, mine: range, reader: st
         isinstance(given, list | tuple | range | set), f"the answer is {in_short(given)}; it should be a list of ranks"
     )
     for old in given:
-        expect_whole(old)
+        expect_whole_number(old)
     right = [old for old in range(saved) if set(mine) & set(_rows(num_rows, saved, old))]
     keeps = f"keeps rows {mine[0]} to {mine[-1]}" if mine else "keeps no rows"
     says = f"of {num_rows} rows written by {saved} ranks and {reader} {keeps}; your function returns {list(given)}: "
@@ -212,7 +212,7 @@ def run_readers_loop(
         return loss
 
     with cut_short(taken if is_killed else {}):
-        train_loop = import_own(module, "train_loop")
+        train_loop = import_from_reader(module, "train_loop")
         train_loop(model, optimizer, falling_rate(optimizer), loss_of, folder, LOOP_STEPS)
     losses = over_ranks(list(taken.values())) if taken else []
     plain = build_net()

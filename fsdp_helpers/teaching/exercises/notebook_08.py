@@ -23,13 +23,13 @@ from fsdp_helpers.teaching.exercises.answers import (
     call_or_none,
     exercise,
     expect,
-    expect_whole,
+    expect_whole_number,
 )
 from fsdp_helpers.teaching.exercises.on_ranks import (
     RANKS,
     Findings,
     first_of,
-    import_own,
+    import_from_reader,
     judge_on_ranks,
     launch_readers,
     losses_differ,
@@ -59,7 +59,7 @@ def check_vit_parameters(vit_parameters: Callable[..., int] | None) -> str:
         with torch.device("meta"):
             right = count_params(ViT(shape))
         given = call(vit_parameters, **asdict(shape))
-        expect_whole(given)
+        expect_whole_number(given)
         says = f"for {', '.join(f'{name}={value}' for name, value in asdict(shape).items())}, your function returns {given:,}"
         expect(given == right, f"{says}; a model with this shape has {'more' if given < right else 'fewer'}")
     return "Right for every shape, up to ten billion parameters."
@@ -96,7 +96,7 @@ def check_fewest_ranks(fewest_ranks: Callable[[list[int], int], int | None] | No
             # A million ranks keep next to nothing of each layer.
             expect(not _starts_on(10**6, layers, device_bytes), f"{says}with enough ranks, the model fits")
             continue
-        expect_whole(given)
+        expect_whole_number(given)
         expect(given >= 1, f"{says}there has to be at least one rank")
         expect(_starts_on(given, layers, device_bytes), f"{says}with a world size of {given}, a device is too small")
         fewer = given > 1 and _starts_on(given - 1, layers, device_bytes)
@@ -213,7 +213,7 @@ def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
 
 def start_from_short_file(rank: int, world_size: int, module: str) -> None:
     """Call the reader's `start_sharded` with weights that lack a tensor from a block; the call should fail."""
-    start_sharded = import_own(module, "start_sharded")
+    start_sharded = import_from_reader(module, "start_sharded")
     weights = file_of(PretrainedTransformer())
     del weights[LACKING]
     start_sharded(PretrainedTransformer, weights if rank == 0 else {}, init_device_mesh("cpu", (world_size,)))

@@ -14,9 +14,9 @@ from fsdp_helpers.models.shapes import VIT_SHAPES
 from fsdp_helpers.models.vit import ViT
 from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.plan import Cluster, Settings, make_plan
-from fsdp_helpers.progress import drawn
+from fsdp_helpers.progress import with_progress
 from fsdp_helpers.quantities import GB, format_bytes
-from fsdp_helpers.teaching.exercises.answers import call_or_none, exercise, expect, expect_whole
+from fsdp_helpers.teaching.exercises.answers import call_or_none, exercise, expect, expect_whole_number
 from fsdp_helpers.teaching.exercises.on_ranks import read_module
 
 ASKED = ("vit-b16", "vit-l16", "vit-10b")
@@ -35,7 +35,7 @@ def check_batch(module: str = "my_batch", num_cases: int = 6) -> str:
     """
     largest_batch = read_module(module, "largest_batch", with_package=True)
     cases = _cases(num_cases)
-    for case in drawn(cases, f"{module}.py, clusters"):
+    for case in with_progress(cases, f"{module}.py, clusters"):
         _check_case(largest_batch, case)
     small = {"model": SMALL, "world_size": SMALL_RANKS, "device_gb": SMALL_GB, "allowance_gb": 0}
     images = _check_case(largest_batch, small)
@@ -74,7 +74,7 @@ def _check_case(largest_batch: Callable, case: dict[str, Any]) -> int | None:
     if given is None:
         expect(_spare(subject, 1, case) < 0, f"{says}one image on each rank fits")
         return None
-    expect_whole(given)
+    expect_whole_number(given)
     expect(given >= 1, f"{says}if not even one image fits, the answer is None")
     spare = _spare(subject, int(given), case)
     expect(spare >= 0, f"{says}that's {format_bytes(-round(spare))} too much, including the allowance")

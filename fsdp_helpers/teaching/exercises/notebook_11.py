@@ -28,7 +28,7 @@ class Case:
     """A run of a broken script whose fault isn't named."""
 
     card: Card
-    seen: Outcome
+    outcome: Outcome
 
     def __repr__(self) -> str:
         return "a case"  # finding its fault is up to the reader
@@ -52,7 +52,7 @@ class Draw:
 
 def as_markdown(number: int, case: Case) -> str:
     """Return a case as the reader sees it: the script without its marks, and what its ranks said."""
-    said = re.sub(r"  # broken[^`\n]*", "", "\n".join([*case.seen.errors, case.seen.printed]).strip())
+    said = re.sub(r"  # broken[^`\n]*", "", "\n".join([*case.outcome.errors, case.outcome.printed]).strip())
     said = re.sub(r"(?<![\w.])/(?:[^\s/\"']+/)+", "", said)  # this machine's folders
     return f"**Case {number}**\n\n```python\n{code_of(case.card)}\n```\n\n```text\n{said}\n```"
 

@@ -53,7 +53,7 @@ def _imported(source: str) -> set[str]:
     return found
 
 
-def import_own(module: str, name: str) -> Any:
+def import_from_reader(module: str, name: str) -> Any:
     """Import the reader's module on this rank, and return the object called `name`."""
     return getattr(importlib.import_module(module), name)
 
@@ -123,7 +123,7 @@ def first_wrong(
     rank: int, world_size: int, module: str, check: Callable[..., Findings], names: tuple[str, ...], arguments: tuple
 ) -> tuple:
     """Return the first tuple from `check` whose `wrong` is true; if there's none, return (False, praise)."""
-    findings = check(rank, world_size, *(import_own(module, name) for name in names), *arguments)
+    findings = check(rank, world_size, *(import_from_reader(module, name) for name in names), *arguments)
     while True:
         try:
             found = next(findings)
@@ -203,9 +203,9 @@ def norm_differs(norm: float, right: float, world_size: int, num_parts: int = 1)
     return not abs(ratio - 1) < TOLERANCE, off, *(["wrong-summed-loss"] if too_small else [])
 
 
-def reduced_early(seen: list[Collective]) -> tuple:
+def reduced_early(collectives: list[Collective]) -> tuple:
     """Return the tuple to yield for a step's collectives, in which no all-gather should follow the last reduction."""
-    ops = [event.op for event in seen if event.op in ("all_gather", "reduce_scatter")]
+    ops = [event.op for event in collectives if event.op in ("all_gather", "reduce_scatter")]
     early = "the gradients are reduced before the last backward pass; what later parts add never is"
     return ops[-1:] == ["all_gather"], early
 

@@ -76,7 +76,7 @@ def test_fixes_are_all_different_and_the_chapter_shows_other_failures():
 
 def test_a_case_says_what_its_script_says_without_the_mark_of_the_quoted_line():
     (case,) = draw(seed=5, num_cases=1).cases
-    assert case.seen.errors and case.seen.errors[0] in notebook_11.as_markdown(1, case)
+    assert case.outcome.errors and case.outcome.errors[0] in notebook_11.as_markdown(1, case)
     marked = Case(
         case.card, Outcome(("rank 0 in `model = None  # broken: why`\nTypeError: no model",), 'in "/home/me/x.py"')
     )

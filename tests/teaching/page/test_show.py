@@ -81,7 +81,7 @@ def machine(monkeypatch):
 
     def set_up(device, num_ranks, found=Gpus(0), **settings):
         for module in (gpus, this_machine):
-            monkeypatch.setattr(module, "find_gpus", lambda wanted=0: Gpus(0) if are_hidden() else found)
+            monkeypatch.setattr(module, "find_gpus", lambda num_wanted=0: Gpus(0) if are_hidden() else found)
         shown = []
         monkeypatch.setattr(show, "display", lambda markdown: shown.append(markdown.data))
         monkeypatch.setattr(gpus, "device_name", lambda device: f"a {device}")
