@@ -14,7 +14,7 @@ from fsdp_helpers.cli.flags import Flag, add_flags, flags, given_settings
 from fsdp_helpers.cli.printing import write_json
 from fsdp_helpers.config import require_positive_int
 from fsdp_helpers.models.shapes import LLAMA_SHAPES
-from fsdp_helpers.planning.advice import CHAPTER, changes_until_it_fits, fastest, held_back, sentence
+from fsdp_helpers.planning.advice import CHAPTER, changes_until_it_fits, fastest, reducing_once, sentence
 from fsdp_helpers.planning.cluster import Cluster
 from fsdp_helpers.planning.costs import (
     DEVICE_HOURS_BETWEEN_FAILURES,
@@ -225,7 +225,7 @@ def plan_command(options: argparse.Namespace) -> None:
     saving = _saving(options, plan)
     changes = [] if plan.fits else changes_until_it_fits(plan, subject)
     said, best = sentence(plan, changes), fastest(plan, subject)
-    waits = held_back(plan, subject)
+    waits = reducing_once(plan, subject)
     lines = [*plan_lines(plan), *_held_back_lines(plan, waits), *_cost_lines(options, plan, saving, hours), "", said]
     print("\n".join([*lines, *_fastest_lines(plan, best), *_paste_lines(options, plan, changes, best)]))
     if options.json:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_helpers.planning.traffic import collective_sent_bytes
+from fsdp_helpers.planning.traffic import ring_sent_bytes
 from fsdp_helpers.records import Collective, CollectiveCount
 
 # Operator -> its name in torch.distributed. Some are c10d's operators, which torch.distributed calls; the others are
@@ -127,7 +127,7 @@ def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_
         # A functional all-gather returns the full tensor, but its argument is only this rank's shard.
         full_bytes *= group.size()
     is_root = named.get("root_rank") == group.rank()
-    sent_bytes = collective_sent_bytes(op, full_bytes, group.size(), is_root=is_root)
+    sent_bytes = ring_sent_bytes(op, full_bytes, group.size(), is_root=is_root)
     if op == "all_to_all":
         sent_bytes = _sent_to_others(named, group)
     return Collective(op=op, bytes=full_bytes, sent_bytes=sent_bytes, start_s=times_s[0], end_s=times_s[1])

@@ -150,7 +150,7 @@ def possible_changes(plan: Plan, subject: Subject) -> Iterator[tuple[str, Plan]]
         yield planned("keep shards in host memory (--strategy fsdp-offload)", strategy="fsdp-offload")
 
 
-def held_back(plan: Plan, subject: Subject) -> Plan | None:
+def reducing_once(plan: Plan, subject: Subject) -> Plan | None:
     """Return the plan with gradients reduced only after the last micro-batch, or None if that changes nothing."""
     if plan.settings.micro_batches == 1 or not plan.settings.config().reduces_every_part:
         return None

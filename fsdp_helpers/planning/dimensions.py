@@ -1,6 +1,6 @@
 """Calculate the bytes that a rank sends in a step along each dimension of a mesh. No torch import.
 
-All functions assume ring collectives, as `collective_sent_bytes` does, and fp32 values unless you pass `value_bytes`.
+All functions assume ring collectives, as `ring_sent_bytes` does, and fp32 values unless you pass `value_bytes`.
 `tokens` is the number of tokens that the ranks along the dimension process together in a step: the number of sequences
 times their full length.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdp_helpers.planning.precisions import FP32_BYTES
-from fsdp_helpers.planning.traffic import collective_sent_bytes
+from fsdp_helpers.planning.traffic import ring_sent_bytes
 
 
 def fsdp_sent_bytes(params: int, ranks: int, *, reshards: bool = True, value_bytes: int = FP32_BYTES) -> int:
@@ -20,13 +20,13 @@ def fsdp_sent_bytes(params: int, ranks: int, *, reshards: bool = True, value_byt
     every parameter is assumed to be in a unit below the root.
     """
     full_bytes = params * value_bytes
-    gathered = collective_sent_bytes("all_gather", (2 if reshards else 1) * full_bytes, ranks)
-    return gathered + collective_sent_bytes("reduce_scatter", full_bytes, ranks)
+    gathered = ring_sent_bytes("all_gather", (2 if reshards else 1) * full_bytes, ranks)
+    return gathered + ring_sent_bytes("reduce_scatter", full_bytes, ranks)
 
 
 def hybrid_sent_bytes(params: int, shards: int, replicas: int, *, value_bytes: int = FP32_BYTES) -> int:
     """Return the bytes for FSDP across S `shards`, plus 2 · (R−1)/R · P/S values all-reduced across R `replicas`."""
-    reduced = collective_sent_bytes("all_reduce", params * value_bytes // shards, replicas)
+    reduced = ring_sent_bytes("all_reduce", params * value_bytes // shards, replicas)
     return fsdp_sent_bytes(params, shards, value_bytes=value_bytes) + reduced
 
 
@@ -38,7 +38,7 @@ def tensor_sent_bytes(layers: int, tokens: int, width: int, ranks: int, *, value
 
     Sources: M. Shoeybi et al. 2019, arXiv:1909.08053, section 3; V. Korthikanti et al. 2022, arXiv:2205.05198.
     """
-    return 4 * layers * collective_sent_bytes("all_reduce", tokens * width * value_bytes, ranks)
+    return 4 * layers * ring_sent_bytes("all_reduce", tokens * width * value_bytes, ranks)
 
 
 def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, value_bytes: int = FP32_BYTES) -> int:
@@ -51,8 +51,8 @@ def context_sent_bytes(layers: int, tokens: int, kv_width: int, ranks: int, *, v
     Source: H. Liu et al. 2023, arXiv:2310.01889.
     """
     full_bytes = 2 * tokens * kv_width * value_bytes  # keys and values
-    gathered = collective_sent_bytes("all_gather", full_bytes, ranks)
-    return layers * (gathered + collective_sent_bytes("reduce_scatter", full_bytes, ranks))
+    gathered = ring_sent_bytes("all_gather", full_bytes, ranks)
+    return layers * (gathered + ring_sent_bytes("reduce_scatter", full_bytes, ranks))
 
 
 def pipeline_sent_bytes(tokens: int, width: int, *, at_the_end: bool = False, value_bytes: int = FP32_BYTES) -> int:

@@ -9,7 +9,7 @@ per step within and between nodes; nccl-tests, `doc/PERFORMANCE.md`, on bus band
 
 from dataclasses import dataclass
 
-from fsdp_helpers.planning.traffic import collective_sent_bytes
+from fsdp_helpers.planning.traffic import ring_sent_bytes
 
 STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times around the ring
 # In NCCL's model (protocol "Simple"), a ring takes 8.4 µs to start, 3.4 µs per step over NVLink, 9.6 µs over the network.
@@ -31,7 +31,7 @@ class Network:
     def seconds(self, op: str, full_bytes: float, num_ranks: int, *, stride: int = 1) -> float:
         """Return how many seconds `op` takes across `num_ranks` ranks whose numbers are `stride` apart.
 
-        `full_bytes` is the size of the full tensor, as in `collective_sent_bytes`.
+        `full_bytes` is the size of the full tensor, as in `ring_sent_bytes`.
         """
         if num_ranks == 1 or not full_bytes:
             return 0.0
@@ -39,7 +39,7 @@ class Network:
             op = "all_reduce"
         in_node = max(1, min(num_ranks, self.ranks_per_node // stride))  # the ring's ranks in one node
         nodes = -(-num_ranks // in_node)
-        sent_bytes = collective_sent_bytes(op, full_bytes, num_ranks)
+        sent_bytes = ring_sent_bytes(op, full_bytes, num_ranks)
         within = self.within_bytes_per_s or self.between_bytes_per_s
         rate = min(within if in_node > 1 else float("inf"), self.between_bytes_per_s * in_node if nodes > 1 else within)
         around = STEPS.get(op, 1)

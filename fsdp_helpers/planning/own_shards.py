@@ -51,10 +51,10 @@ def own_values(
         return sum(prod(profile.shapes[name]) for name in counted)
     place = rank % shards
     shapes = [profile.shapes[name] for name in counted]
-    return sum(own_rows(shape[0], shards, place) * prod(shape[1:]) for shape in shapes)
+    return sum(rows_of_shard(shape[0], shards, place) * prod(shape[1:]) for shape in shapes)
 
 
-def own_rows(rows: int, shards: int, place: int) -> int:
+def rows_of_shard(rows: int, shards: int, shard: int) -> int:
     """Return how many rows a rank gets under FSDP2: an equal share, rounded up, until rows run out."""
     share = -(-rows // shards)
-    return max(0, min(share, rows - place * share))
+    return max(0, min(share, rows - shard * share))

@@ -81,7 +81,7 @@ def time_step(
 
 
 def _longest_forward_s(spans: Sequence[Span]) -> float:
-    return max((span.end_s - span.start_s for span in spans if span.what == "forward"), default=float("inf"))
+    return max((span.end_s - span.start_s for span in spans if span.op == "forward"), default=float("inf"))
 
 
 class _Seconds:
@@ -96,18 +96,18 @@ class _Seconds:
         self._flops: Counter[Any] = flops_by_unit(unit_flops, {str(task.unit) for task in arithmetic})
         self._shares: dict[tuple[str, str | int], float] = defaultdict(float)
         for task in arithmetic:
-            self._shares[task.what, task.unit] += task.amount
+            self._shares[task.op, task.unit] += task.amount
 
     def __call__(self, task: Task) -> float:
         speed = self._speed
         if task.queue == ARITHMETIC:
-            share = task.amount / self._shares[task.what, task.unit]
-            return share * self._factor[task.what] * self._flops[task.unit] / speed.flops_per_s
+            share = task.amount / self._shares[task.op, task.unit]
+            return share * self._factor[task.op] * self._flops[task.unit] / speed.flops_per_s
         if task.ranks == 1:  # a copy of its own shard, from or to the host
             return task.amount / speed.host_bytes_per_s
-        if task.what == "all_reduce":
-            return speed.network.seconds(task.what, task.amount, speed.replicas, stride=speed.shards)
-        return speed.network.seconds(task.what, task.amount, speed.shards)
+        if task.op == "all_reduce":
+            return speed.network.seconds(task.op, task.amount, speed.replicas, stride=speed.shards)
+        return speed.network.seconds(task.op, task.amount, speed.shards)
 
 
 def flops_by_unit(unit_flops: Mapping[str, float], units: set[str]) -> Counter[str]:

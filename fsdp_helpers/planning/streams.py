@@ -19,10 +19,10 @@ class Task:
     """One of a rank's tasks in a step: arithmetic or a collective."""
 
     queue: str
-    what: str  # "forward", "backward", the name of a collective, FROM_HOST or TO_HOST
+    op: str  # "forward", "backward", the name of a collective, FROM_HOST or TO_HOST
     unit: str | int
     amount: float = 0.0  # operations, or bytes of the full tensor
-    asked: str = AT_START  # for a collective: AT_START or AT_END
+    issued: str = AT_START  # for a collective: AT_START or AT_END
     ranks: int = 1  # for a collective: how many ranks take part
 
 
@@ -31,7 +31,7 @@ class Span:
     """A task on the timeline: its queue, unit, start and end."""
 
     queue: str
-    what: str  # "all_gather", "reduce_scatter", "all_reduce", "forward" or "backward"
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "forward" or "backward"
     unit: str | int
     start_s: float
     end_s: float
@@ -47,7 +47,7 @@ def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> lis
     free_s = dict.fromkeys((ARITHMETIC, COMMUNICATION, COPIES), 0.0)
     gathered_s: dict[str | int, float] = {}
     spans: list[Span] = []
-    before = Span(queue=ARITHMETIC, what="", unit="", start_s=0.0, end_s=0.0)  # the last arithmetic
+    before = Span(queue=ARITHMETIC, op="", unit="", start_s=0.0, end_s=0.0)  # the last arithmetic
     reduced_s = 0.0  # the end of the last reduction
     for task in tasks:
         if task.queue == ARITHMETIC:
@@ -55,16 +55,16 @@ def run_tasks(tasks: Iterable[Task], seconds_of: Callable[[Task], float]) -> lis
         elif task.queue == COPIES:
             ready_s = max(free_s[COMMUNICATION], before.end_s)  # a shard leaves once it's complete
         else:
-            ready_s = before.start_s if task.asked == AT_START else before.end_s
+            ready_s = before.start_s if task.issued == AT_START else before.end_s
         start_s = max(free_s[task.queue], ready_s)
-        span = Span(queue=task.queue, what=task.what, unit=task.unit, start_s=start_s, end_s=start_s + seconds_of(task))
+        span = Span(queue=task.queue, op=task.op, unit=task.unit, start_s=start_s, end_s=start_s + seconds_of(task))
         spans.append(span)
         free_s[task.queue] = span.end_s
         if task.queue == ARITHMETIC:
             before = span
-        elif task.what in ("all_gather", FROM_HOST):
+        elif task.op in ("all_gather", FROM_HOST):
             gathered_s[task.unit] = span.end_s
-        elif task.what == "reduce_scatter":
+        elif task.op == "reduce_scatter":
             free_s[ARITHMETIC] = max(free_s[ARITHMETIC], reduced_s)
             reduced_s = span.end_s
     return spans
@@ -94,14 +94,14 @@ def step_spans(num_units: int, *, forward_s: float, gather_s: float, reduce_s: f
     }
     order = [("forward", unit) for unit in range(num_units)]
     order += [("backward", unit) for unit in reversed(range(num_units))]
-    asked = AT_START if prefetch else AT_END
+    issued = AT_START if prefetch else AT_END
     tasks: list[Task] = []
     waiting: Task | None = None  # the previous unit's reduction
     for phase, unit in order:
-        tasks.append(Task(queue=COMMUNICATION, what="all_gather", unit=unit, asked=asked))
+        tasks.append(Task(queue=COMMUNICATION, op="all_gather", unit=unit, issued=issued))
         if waiting:
             tasks.append(waiting)
-        tasks.append(Task(queue=ARITHMETIC, what=phase, unit=unit))
+        tasks.append(Task(queue=ARITHMETIC, op=phase, unit=unit))
         if phase == "backward":
-            waiting = Task(queue=COMMUNICATION, what="reduce_scatter", unit=unit, asked=AT_END)
-    return run_tasks([*tasks, waiting], lambda task: seconds[task.what])
+            waiting = Task(queue=COMMUNICATION, op="reduce_scatter", unit=unit, issued=AT_END)
+    return run_tasks([*tasks, waiting], lambda task: seconds[task.op])

@@ -13,8 +13,8 @@ from math import prod
 from fsdp_helpers.planning.devices import TYPICAL_RANGE
 
 
-def collective_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: bool = False) -> int:
-    """Return the bytes that a rank sends for a collective across `num_ranks` ranks, rounded to whole bytes.
+def ring_sent_bytes(op: str, full_bytes: int, num_ranks: int, *, is_root: bool = False) -> int:
+    """Return the bytes that a rank sends for a collective in a ring of `num_ranks` ranks, rounded to whole bytes.
 
     `full_bytes` is the size of the full tensor, padding included: an all-gather's output, or a reduce-scatter's input.
     `is_root` is true on the source of a broadcast or scatter, and on the destination of a gather or reduce. Raises

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.planning.own_shards import own_rows, own_state
+from fsdp_helpers.planning.own_shards import own_state, rows_of_shard
 from fsdp_helpers.planning.profile import StepProfile
 from fsdp_helpers.planning.walk.units import num_shards
 
@@ -19,8 +19,8 @@ def own(rank: int, world_size: int, **settings) -> int:
 
 def test_rows_are_given_out_until_there_are_none():
     # 10 over 4: shares of 3, and the last has what is left; 5 over 4: shares of 2, 2, 1, none
-    assert [own_rows(10, 4, place) for place in range(4)] == [3, 3, 3, 1]
-    assert [own_rows(5, 4, place) for place in range(4)] == [2, 2, 1, 0]
+    assert [rows_of_shard(10, 4, place) for place in range(4)] == [3, 3, 3, 1]
+    assert [rows_of_shard(5, 4, place) for place in range(4)] == [2, 2, 1, 0]
     # On rank 0: 3 x 3 + 2 = 11 values; on rank 3: 1 x 3 + 0
     assert own(0, 4, strategy="fsdp") == 4 * 11
     assert own(3, 4, strategy="fsdp") == 4 * 3

@@ -9,7 +9,7 @@ from fsdp_helpers.planning import peak as peak_module
 from fsdp_helpers.planning.peak import peak_of_step, walk_step
 from fsdp_helpers.planning.profile import Moment, StepProfile
 from fsdp_helpers.planning.walk.ledger import KINDS, Ledger, Term
-from fsdp_helpers.planning.walk.units import cut
+from fsdp_helpers.planning.walk.units import make_units
 
 UNITS = ("a", "b")
 
@@ -263,7 +263,7 @@ def test_a_unit_without_parameters_is_an_error():
 def test_a_parameter_belongs_to_the_innermost_unit_around_it():
     shapes = {"features.0.weight": (32, 9), "features.3.weight": (64, 9), "fc.weight": (5, 2), "fc1.weight": (3,)}
     profile = replace(two_layers(), shapes=shapes)
-    units = cut(profile, ["features", "features.0", "features.3", "fc"], 1)
+    units = make_units(profile, ["features", "features.0", "features.3", "fc"], 1)
     # `features` keeps nothing that its convolutions have not taken; `fc1` is not within `fc`
     assert {unit.label: unit.padded for unit in units.values()} == {
         "features.0": 288,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_helpers.planning.advice import changes_until_it_fits, fastest, held_back, possible_changes, verdict
+from fsdp_helpers.planning.advice import changes_until_it_fits, fastest, possible_changes, reducing_once, verdict
 from fsdp_helpers.planning.models import Subject, named_subject
 from fsdp_helpers.planning.plan import CATEGORIES, Cluster, Settings, make_plan
 from fsdp_helpers.planning.transformer import BlockBytes, stack_profile
@@ -121,8 +121,8 @@ def test_copies_across_groups():
 def test_gradients_are_reduced_once_if_they_are_held_back():
     usual, held = (replace(SHARDED, micro_batches=3, sync_micro_batches=sync) for sync in (None, False))
     plan, *plans = (make_plan(SUBJECT, settings, cluster()) for settings in (usual, held))
-    assert held_back(plan, SUBJECT) == plans[0] and held_back(plans[0], SUBJECT) is None
-    assert held_back(make_plan(SUBJECT, SHARDED, cluster()), SUBJECT) is None  # there is one part
+    assert reducing_once(plan, SUBJECT) == plans[0] and reducing_once(plans[0], SUBJECT) is None
+    assert reducing_once(make_plan(SUBJECT, SHARDED, cluster()), SUBJECT) is None  # there is one part
     reduced = [seen.count for one in (plan, *plans) for seen in one.collectives if seen.op == "reduce_scatter"]
     assert reduced == [3 * 3, 3]  # two blocks and the root
 

@@ -6,7 +6,7 @@ SECONDS = {"forward_s": 2.0, "gather_s": 1.0, "reduce_s": 1.0}
 
 
 def stretches(spans, queue):
-    return [(span.what, span.unit, span.start_s, span.end_s) for span in spans if span.queue == queue]
+    return [(span.op, span.unit, span.start_s, span.end_s) for span in spans if span.queue == queue]
 
 
 def test_gathers_asked_for_early_hide_behind_arithmetic():
@@ -18,7 +18,7 @@ def test_gathers_asked_for_early_hide_behind_arithmetic():
         ("backward", 1, 5.0, 9.0),
         ("backward", 0, 9.0, 13.0),
     ]
-    # Each gather is asked for when the arithmetic before it begins. What does not hide: the first gather, 1 s, and
+    # Each gather is issued when the arithmetic before it begins. What does not hide: the first gather, 1 s, and
     # the last reduction, 1 s.
     assert stretches(spans, COMMUNICATION) == [
         ("all_gather", 0, 0.0, 1.0),
@@ -54,19 +54,19 @@ def test_a_link_slower_than_the_arithmetic_cannot_hide():
 
 def test_one_reduction_is_under_way_at_a_time():
     units = ("c", "b", "a")
-    backward = [Task(queue=ARITHMETIC, what="backward", unit=unit) for unit in units]
-    reduce = [Task(queue=COMMUNICATION, what="reduce_scatter", unit=unit, asked=AT_END) for unit in units]
+    backward = [Task(queue=ARITHMETIC, op="backward", unit=unit) for unit in units]
+    reduce = [Task(queue=COMMUNICATION, op="reduce_scatter", unit=unit, issued=AT_END) for unit in units]
     tasks = [task for pair in zip(backward, reduce, strict=True) for task in pair]
-    spans = run_tasks(tasks, lambda task: 2.0 if task.what == "backward" else 9.0)
+    spans = run_tasks(tasks, lambda task: 2.0 if task.op == "backward" else 9.0)
     # c is reduced from 2 to 11; b computes meanwhile, but a waits until that has ended
     assert [start_s for _, _, start_s, _ in stretches(spans, ARITHMETIC)] == [0.0, 2.0, 11.0]
 
 
 def test_shards_are_added_up_over_the_copies_once_they_are_complete():
-    backward = Task(queue=ARITHMETIC, what="backward", unit="a")
-    reduce = Task(queue=COMMUNICATION, what="reduce_scatter", unit="a", asked=AT_END)
-    add_up = Task(queue=COPIES, what="all_reduce", unit="a", asked=AT_END)
+    backward = Task(queue=ARITHMETIC, op="backward", unit="a")
+    reduce = Task(queue=COMMUNICATION, op="reduce_scatter", unit="a", issued=AT_END)
+    add_up = Task(queue=COPIES, op="all_reduce", unit="a", issued=AT_END)
     spans = run_tasks(
-        [backward, reduce, add_up], lambda task: {"backward": 2.0, "reduce_scatter": 3.0}.get(task.what, 1.0)
+        [backward, reduce, add_up], lambda task: {"backward": 2.0, "reduce_scatter": 3.0}.get(task.op, 1.0)
     )
     assert [(span.start_s, span.end_s) for span in spans] == [(0.0, 2.0), (2.0, 5.0), (5.0, 6.0)]

@@ -3,8 +3,8 @@
 import pytest
 
 from fsdp_helpers.planning.traffic import (
-    collective_sent_bytes,
     padded_params,
+    ring_sent_bytes,
     step_range_s,
 )
 
@@ -15,29 +15,29 @@ SHALLOW = (20_106, 1_179_776)
 @pytest.mark.parametrize("num_ranks, all_reduce, half", [(1, 0, 0), (2, 1200, 600), (3, 1600, 800), (4, 1800, 900)])
 def test_a_ring_hand_worked(num_ranks, all_reduce, half):
     # 1,200 bytes: 2 (N - 1) / N of them for the whole, (N - 1) / N for either half
-    assert collective_sent_bytes("all_reduce", 1200, num_ranks) == all_reduce
-    assert collective_sent_bytes("reduce_scatter", 1200, num_ranks) == half
-    assert collective_sent_bytes("all_gather", 1200, num_ranks) == half
+    assert ring_sent_bytes("all_reduce", 1200, num_ranks) == all_reduce
+    assert ring_sent_bytes("reduce_scatter", 1200, num_ranks) == half
+    assert ring_sent_bytes("all_gather", 1200, num_ranks) == half
 
 
 def test_rounded_to_whole_bytes():
     # 4 x 7 / 3 = 9.33; 4 x 8 / 3 = 10.67
-    assert [collective_sent_bytes("all_reduce", size, 3) for size in (7, 8)] == [9, 11]
+    assert [ring_sent_bytes("all_reduce", size, 3) for size in (7, 8)] == [9, 11]
 
 
 def test_one_rank_sends_the_others_receive():
-    assert [collective_sent_bytes("broadcast", 1200, 4, is_root=root) for root in (True, False)] == [1200, 0]
-    assert [collective_sent_bytes("scatter", 1200, 4, is_root=root) for root in (True, False)] == [900, 0]
-    assert [collective_sent_bytes("gather", 1200, 4, is_root=root) for root in (True, False)] == [0, 300]
-    assert [collective_sent_bytes("reduce", 1200, 4, is_root=root) for root in (True, False)] == [0, 1200]
-    assert [collective_sent_bytes(op, 1200, 4) for op in ("send", "recv", "barrier")] == [1200, 0, 0]
+    assert [ring_sent_bytes("broadcast", 1200, 4, is_root=root) for root in (True, False)] == [1200, 0]
+    assert [ring_sent_bytes("scatter", 1200, 4, is_root=root) for root in (True, False)] == [900, 0]
+    assert [ring_sent_bytes("gather", 1200, 4, is_root=root) for root in (True, False)] == [0, 300]
+    assert [ring_sent_bytes("reduce", 1200, 4, is_root=root) for root in (True, False)] == [0, 1200]
+    assert [ring_sent_bytes(op, 1200, 4) for op in ("send", "recv", "barrier")] == [1200, 0, 0]
 
 
 def test_an_unknown_operation_is_refused():
     with pytest.raises(
         ValueError, match="the bytes that 'all_reduced' sends; choose one of all_reduce, reduce_scatter"
     ):
-        collective_sent_bytes("all_reduced", 1200, 2)
+        ring_sent_bytes("all_reduced", 1200, 2)
 
 
 def test_padding_hand_worked():

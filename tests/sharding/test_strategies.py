@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.measuring.rank_of_n import fake_group
 from fsdp_helpers.models.series import build_model
-from fsdp_helpers.planning.traffic import collective_sent_bytes, padded_params
+from fsdp_helpers.planning.traffic import padded_params, ring_sent_bytes
 from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RankRecord, RunRecord
 from fsdp_helpers.sharding import strategies
@@ -167,8 +167,8 @@ def sent_bytes(units: list[int], num_ranks: int) -> int:
     S. Rajbhandari et al. 2020, arXiv:1910.02054, section 7: 3 P with everything sharded, 2 P with one unit, as with DDP.
     """
     root, total = units[0], sum(units)
-    gathered = collective_sent_bytes("all_gather", 4 * (root + 2 * (total - root)), num_ranks)
-    return gathered + collective_sent_bytes("reduce_scatter", 4 * total, num_ranks)
+    gathered = ring_sent_bytes("all_gather", 4 * (root + 2 * (total - root)), num_ranks)
+    return gathered + ring_sent_bytes("reduce_scatter", 4 * total, num_ranks)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
@@ -185,7 +185,7 @@ def test_ddp_sends_what_the_formula_says(world_size, run):
     for rank in run("ddp", world_size=world_size, **FEW_STEPS[world_size]).ranks:
         sent = sum(seen.sent_bytes for seen in rank.collectives)
         # Each bucket is rounded to whole bytes by itself
-        assert abs(sent - collective_sent_bytes("all_reduce", 4 * P_SHALLOW, world_size)) < sum(
+        assert abs(sent - ring_sent_bytes("all_reduce", 4 * P_SHALLOW, world_size)) < sum(
             c.count for c in rank.collectives
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_helpers.planning.streams import ARITHMETIC, AT_END, AT_START, COMMUNICATION, COPIES, Task
-from fsdp_helpers.planning.traffic import collective_sent_bytes
+from fsdp_helpers.planning.traffic import ring_sent_bytes
 from fsdp_helpers.records import CollectiveCount
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "buffers", "activations")
@@ -100,12 +100,12 @@ class Ledger:
         counted = dict(self._collectives)
         self.tasks += [*tasks] * times
         for task in tasks:
-            if task.what not in counted:  # no collective
+            if task.op not in counted:  # no collective
                 continue
-            count, ranks = counted[task.what], task.ranks
-            sent_bytes = collective_sent_bytes(task.what, int(task.amount), ranks)
-            counted[task.what] = CollectiveCount(
-                op=task.what,
+            count, ranks = counted[task.op], task.ranks
+            sent_bytes = ring_sent_bytes(task.op, int(task.amount), ranks)
+            counted[task.op] = CollectiveCount(
+                op=task.op,
                 count=count.count + times,
                 bytes=count.bytes + times * int(task.amount),
                 sent_bytes=count.sent_bytes + times * sent_bytes,
@@ -124,7 +124,7 @@ class Ledger:
 
     def compute(self, phase: str, unit: str, share: float = 1.0) -> None:
         """Add a task: a unit's arithmetic in the "forward" or "backward" phase, or a `share` of that arithmetic."""
-        self.tasks.append(Task(queue=ARITHMETIC, what=phase, unit=unit, amount=share))
+        self.tasks.append(Task(queue=ARITHMETIC, op=phase, unit=unit, amount=share))
 
     def communicate(
         self, op: str, full_bytes: int, ranks: int, unit: str = "", *, late: bool = False, between_copies: bool = False
@@ -135,14 +135,14 @@ class Ledger:
         """
         if full_bytes == 0 or ranks == 1:
             return
-        queue, asked = COPIES if between_copies else COMMUNICATION, AT_END if late else AT_START
-        self.tasks.append(Task(queue=queue, what=op, unit=unit, amount=full_bytes, asked=asked, ranks=ranks))
+        queue, issued = COPIES if between_copies else COMMUNICATION, AT_END if late else AT_START
+        self.tasks.append(Task(queue=queue, op=op, unit=unit, amount=full_bytes, issued=issued, ranks=ranks))
         before = self._collectives.get(op, CollectiveCount(op=op, count=0, bytes=0, sent_bytes=0))
         self._collectives[op] = CollectiveCount(
             op=op,
             count=before.count + 1,
             bytes=before.bytes + full_bytes,
-            sent_bytes=before.sent_bytes + collective_sent_bytes(op, full_bytes, ranks),
+            sent_bytes=before.sent_bytes + ring_sent_bytes(op, full_bytes, ranks),
         )
 
     @property

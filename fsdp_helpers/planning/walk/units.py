@@ -37,7 +37,7 @@ def num_shards(sharding: str, world_size: int) -> int:
     return world_size // 2 if sharding == "hybrid" else world_size
 
 
-def cut(profile: StepProfile, names: Sequence[str], ranks: int) -> dict[str, Unit]:
+def make_units(profile: StepProfile, names: Sequence[str], ranks: int) -> dict[str, Unit]:
     """Return the root and the named units; a parameter belongs to the innermost unit that contains it.
 
     A unit is empty if all its parameters belong to units inside it. Raises ValueError for a unit that isn't a module
@@ -109,7 +109,7 @@ class Shards:
         *,
         offloads: bool = False,
     ) -> None:
-        self.units = cut(profile, units, ranks)
+        self.units = make_units(profile, units, ranks)
         self.ranks, self.sizes = ranks, sizes
         self._replicas, self._backend, self._ledger = replicas, backend, ledger
         self._offloads, self._optimizer = offloads, optimizer
@@ -150,7 +150,7 @@ class Shards:
         size = {"values": unit.padded, "value_bytes": self.sizes.gathered}
         self._ledger.hold(unit.name, Term(kind="gathered", name=unit.label, **size))
         if self.ranks == 1 and unit.parameters:  # torch copies in the compute stream, so nothing hides it
-            self._copy(FROM_HOST, unit, unit.padded, asked=AT_END)
+            self._copy(FROM_HOST, unit, unit.padded, issued=AT_END)
 
     def free_gathered(self, unit: Unit) -> None:
         self._ledger.free(unit.name, "gathered", unit.label)
@@ -191,14 +191,14 @@ class Shards:
             rows, *rest = self._shapes[name]
             yield (rows, *rest), (-(-rows // self.ranks) * self.ranks, *rest)
 
-    def _copy(self, what: str, unit: Unit, values: int, asked: str) -> None:
+    def _copy(self, op: str, unit: Unit, values: int, issued: str) -> None:
         """Add a copy of a shard from or to the host, in the precision of the parameters, if shards are offloaded."""
         if self._offloads:
-            queue, size = COPIES if what == TO_HOST else COMMUNICATION, self.sizes.kept * (values // self.ranks)
-            self._ledger.tasks.append(Task(queue=queue, what=what, unit=unit.name, amount=size, asked=asked))
+            queue, size = COPIES if op == TO_HOST else COMMUNICATION, self.sizes.kept * (values // self.ranks)
+            self._ledger.tasks.append(Task(queue=queue, op=op, unit=unit.name, amount=size, issued=issued))
 
     def all_gather(self, unit: Unit) -> None:
-        self._copy(FROM_HOST, unit, unit.padded, asked=AT_START)
+        self._copy(FROM_HOST, unit, unit.padded, issued=AT_START)
         self._communicate("all_gather", unit, unit.padded, self.sizes.gathered)
         if self._offloads:
             self.take_buffer(SHARD, unit, unit.padded, self.sizes.gathered, self.ranks)
@@ -218,7 +218,7 @@ class Shards:
         """Sum a gradient shard across all copies of the state, if there are several."""
         full_bytes = self.sizes.reduced * (values // self.ranks)
         self._ledger.communicate("all_reduce", full_bytes, self._replicas, unit.name, late=True, between_copies=True)
-        self._copy(TO_HOST, unit, values, asked=AT_END)
+        self._copy(TO_HOST, unit, values, issued=AT_END)
 
     def take_gradient(self, parameter: str, value_bytes: int) -> None:
         """Hold one parameter's full gradient."""

@@ -174,9 +174,9 @@ def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Fig
         for name, spans in choices.items():
             for queue in (ARITHMETIC, COMMUNICATION):
                 for span in (span for span in spans if span.queue == queue):
-                    _draw_span(ax, len(names), span, colors[span.what])
+                    _draw_span(ax, len(names), span, colors[span.op])
                 names.append(f"{name}: {queue}")
-        handles = swatches({span.what: colors[span.what] for spans in choices.values() for span in spans})
+        handles = swatches({span.op: colors[span.op] for spans in choices.values() for span in spans})
         fig.legend(handles=handles, loc="outside upper right", ncols=len(handles), title="numbers are units")
         ax.set_yticks(range(len(names)), names)
         ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=f"time (ms), not measured: computed from {given}")
@@ -191,8 +191,6 @@ def draw_streams(choices: Mapping[str, Sequence[Span]], given: str) -> tuple[Fig
 
 def _draw_span(ax: Axes, row: int, span: Span, color: str) -> None:
     width_ms, left_ms = 1e3 * (span.end_s - span.start_s), 1e3 * span.start_s
-    ax.barh(
-        row, width_ms, left=left_ms, height=height_of(span.what, 0.7), color=color, edgecolor="white", linewidth=0.5
-    )
+    ax.barh(row, width_ms, left=left_ms, height=height_of(span.op, 0.7), color=color, edgecolor="white", linewidth=0.5)
     middle_ms = left_ms + width_ms / 2
     ax.text(middle_ms, row, str(span.unit), ha="center", va="center_baseline", color="white")
