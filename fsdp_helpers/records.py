@@ -192,7 +192,7 @@ class RunRecord:
 class SavingRecord:
     """The time, memory and disk space that one saving method takes, each from the rank where it's highest."""
 
-    way: str
+    method: str
     waiting_s: float  # how long training is blocked
     total_s: float  # until the checkpoint is complete
     disk_bytes: int  # of all files together

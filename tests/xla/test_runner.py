@@ -113,15 +113,15 @@ def test_an_interpreter_without_torch_xla_is_named_as_the_cause(tmp_path, monkey
 
 def test_a_record_is_kept_and_recalled(nowhere, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(xla, "RECORDS", tmp_path)
-    assert xla.fresh_or_kept("lesson", lambda: 1) == 1
+    assert xla.run_or_show_saved("lesson", lambda: 1) == 1
     assert os.listdir(tmp_path) == []  # nothing is kept unless asked
-    assert xla.fresh_or_kept("lesson", lambda: {"losses": (1.0, 0.5)}, keep=True) == {"losses": [1.0, 0.5]}
+    assert xla.run_or_show_saved("lesson", lambda: {"losses": (1.0, 0.5)}, save=True) == {"losses": [1.0, 0.5]}
     assert capsys.readouterr().out == ""
-    assert xla.fresh_or_kept("lesson", xla.find_python) == {"losses": [1.0, 0.5]}
+    assert xla.run_or_show_saved("lesson", xla.find_python) == {"losses": [1.0, 0.5]}
     said = capsys.readouterr().out
     assert said.startswith("PyTorch/XLA isn't installed here") and "Below is the output saved on 20" in said
     with pytest.raises(ZeroDivisionError):  # a failure is not hidden by a record
-        xla.fresh_or_kept("lesson", lambda: 1 / 0)
+        xla.run_or_show_saved("lesson", lambda: 1 / 0)
 
 
 # ---------------------------------------------------------------- two worlds, kept apart

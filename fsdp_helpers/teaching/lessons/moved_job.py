@@ -142,15 +142,15 @@ def shard(model: ViT, mesh: dist.DeviceMesh) -> ViT:
     return fully_shard(model, mesh=mesh)
 
 
-def own_bytes(model: nn.Module) -> int:
+def local_bytes(model: nn.Module) -> int:
     """Return the parameter bytes on this rank."""
     own = [value.to_local() if isinstance(value, DTensor) else value for value in model.parameters()]
     return sum(value.nbytes for value in own)
 
 
-def compare_checkpoints(one: str, other: str) -> dict[str, tuple[int, int, float]]:
+def compare_checkpoints(first: str, second: str) -> dict[str, tuple[int, int, float]]:
     """Compare two files from `save_ddp`; return the tensor count, value count and largest difference for each part."""
-    parts = [tensors_by_part(torch.load(path, weights_only=True)) for path in (one, other)]
+    parts = [tensors_by_part(torch.load(path, weights_only=True)) for path in (first, second)]
     compared = {}
     for part, tensors in parts[0].items():
         others = parts[1][part]

@@ -47,10 +47,10 @@ def save_every_way(rank: int, world_size: int, config: TrainConfig, folder: str)
             with record_function(way):
                 finish(save_it(f"{folder}/traced-{way}"))
     # Tracing takes time, so each way is timed in another save, without a trace.
-    return [timed(way, save_it, Path(folder, way), trace.last(way).curve) for way, save_it in ways.items()]
+    return [time_saving(way, save_it, Path(folder, way), trace.last(way).curve) for way, save_it in ways.items()]
 
 
-def timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve: MemoryCurve) -> SavingRecord:
+def time_saving(method: str, save_it: Callable[[str], Future | None], path: Path, curve: MemoryCurve) -> SavingRecord:
     dist.barrier()
     start_s = time.perf_counter()
     writing = save_it(str(path))
@@ -59,7 +59,7 @@ def timed(way: str, save_it: Callable[[str], Future | None], path: Path, curve: 
     dist.barrier()
     files = [*path.glob("*"), *path.parent.glob(f"{path.name}.pt")]
     return SavingRecord(
-        way=way,
+        method=method,
         waiting_s=max(gather_over_ranks(waiting_s)),
         total_s=max(gather_over_ranks(time.perf_counter() - start_s)),
         disk_bytes=sum(file.stat().st_size for file in files),

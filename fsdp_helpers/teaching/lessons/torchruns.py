@@ -30,26 +30,26 @@ VARIABLES = (*RANK_VARIABLES, *TORCHRUN_VARIABLES, *SLURM_VARIABLES)
 TIMEOUT_S = 240.0
 
 
-def own_variables() -> dict[str, str]:
+def launcher_variables() -> dict[str, str]:
     """Return the VARIABLES that are set in this process."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
-def look_around(rank: int, world_size: int) -> dict[str, str]:
+def read_environment(rank: int, world_size: int) -> dict[str, str]:
     """Return the variables that a rank sees under `launch`."""
-    return own_variables()
+    return launcher_variables()
 
 
-def write_own_variables(folder: Path) -> None:
+def write_launcher_variables(folder: Path) -> None:
     """Write this rank's variables to its own file, no matter what started the rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(own_variables()))
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(launcher_variables()))
 
 
-def compare_variables(homes: dict[str, dict[str, str]]):
+def compare_environments(environments: dict[str, dict[str, str]]):
     """Show a table with one row per variable and one column per launcher; a dash means that the variable isn't set."""
-    rows = [[f"`{name}`", *(home.get(name, "–") for home in homes.values())] for name in VARIABLES]
-    return table(["variable", *homes], [row for row in rows if set(row[1:]) != {"–"}])
+    rows = [[f"`{name}`", *(environment.get(name, "–") for environment in environments.values())] for name in VARIABLES]
+    return table(["variable", *environments], [row for row in rows if set(row[1:]) != {"–"}])
 
 
 # ---------------------------------------------------------------- torchruns, from a cell
@@ -69,7 +69,7 @@ def started(
     The cell says that they're starting, then that they're running, and at the end how long it took.
     """
     settings = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
-    own = [own_gpu(number) if len(commands) > 1 else {} for number in range(len(commands))]
+    own = [gpu_variables(number) if len(commands) > 1 else {} for number in range(len(commands))]
     processes = [
         subprocess.Popen(command, **settings, env={**os.environ, **gpu, **variables})
         for command, gpu in zip(commands, own, strict=True)
@@ -127,7 +127,7 @@ def run_script(num_ranks: int, *script: object) -> str:
     return "".join(lines)
 
 
-def own_gpu(number: int) -> dict[str, str]:
+def gpu_variables(number: int) -> dict[str, str]:
     """Return the variables that give command `number` a separate GPU, as if it ran on a separate machine."""
     if are_hidden():
         return {}
@@ -142,7 +142,7 @@ def run_together(*commands: Sequence[str], **variables: str) -> list[str]:
         return _finish(processes)
 
 
-def run_and_look(*torchruns: Sequence[str], rank: int = 1) -> tuple[list[str], dict[str, str]]:
+def run_and_read_environment(*torchruns: Sequence[str], rank: int = 1) -> tuple[list[str], dict[str, str]]:
     """Run torchrun commands as `run_together` does; return their outputs and the VARIABLES that `rank` saw."""
     with started(*torchruns) as processes:
         given = _wait_for_rank(rank, processes).environ()
@@ -221,4 +221,4 @@ def wait_for(after: Path, torchrun: subprocess.Popen) -> None:
 
 
 if __name__ == "__main__":
-    write_own_variables(Path(sys.argv[1]))
+    write_launcher_variables(Path(sys.argv[1]))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_helpers.ranks.group import rank_device
 from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.teaching.lessons.moved_job import build_model, make_optimizer, mean_over_ranks, own_bytes, shard
+from fsdp_helpers.teaching.lessons.moved_job import build_model, local_bytes, make_optimizer, mean_over_ranks, shard
 
 STEPS = 5
 BATCH = 24  # images per step, across all ranks
@@ -66,7 +66,7 @@ def train_with_plain_torch(rank: int, world_size: int) -> dict:
         loss.backward()
         optimizer.step()
         losses.append(mean_over_ranks(loss))
-    return {"model_is_a": type(model).__name__, "parameter_bytes": own_bytes(model), "losses": losses}
+    return {"model_is_a": type(model).__name__, "parameter_bytes": local_bytes(model), "losses": losses}
 
 
 def make_up_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:

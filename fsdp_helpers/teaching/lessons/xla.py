@@ -160,22 +160,22 @@ def explain(output: str) -> str:
 # ---------------------------------------------------------------- run here, or saved
 
 
-def fresh_or_kept(key: str, work: Callable[[], object], *, keep: bool = False) -> object:
+def run_or_show_saved(key: str, work: Callable[[], object], *, save: bool = False) -> object:
     """Return `work()`, converted to JSON and back; if PyTorch/XLA is missing, print that and return the saved output.
 
-    If `keep` is true, the new output is saved.
+    If `save` is true, the new output is saved.
     """
     try:
         result = work()
     except XlaMissing as missing:
-        return kept(key, str(missing))
-    if keep:
+        return saved_output(key, str(missing))
+    if save:
         record = {"finished": datetime.now(UTC).date().isoformat(), "result": result}
         (RECORDS / f"{key}.json").write_text(json.dumps(record, indent=1) + "\n")
     return json.loads(json.dumps(result))
 
 
-def kept(key: str, why: str) -> object:
+def saved_output(key: str, why: str) -> object:
     """Return a saved output; print when it was saved and `why` the code isn't run here."""
     record = json.loads((RECORDS / f"{key}.json").read_text())
     print(f"{why}. Below is the output saved on {record['finished']}.")

@@ -22,7 +22,7 @@ def config(tmp_path) -> TrainConfig:
 def test_every_way_writes_the_state_once(strategy, config, tmp_path):
     chosen = replace(config, strategy=strategy)
     for records in launch(lessons.save_every_way, chosen, str(tmp_path / "saved"), world_size=2, device="cpu"):
-        assert [record.way for record in records] == ["full", "sharded", "asynchronous"]
+        assert [record.method for record in records] == ["full", "sharded", "asynchronous"]
         for record in records:
             # 12 bytes a parameter, and less than 2 % for descriptions
             assert 12 * P_SHALLOW <= record.disk_bytes < 1.02 * 12 * P_SHALLOW

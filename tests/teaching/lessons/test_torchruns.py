@@ -18,13 +18,13 @@ def python(code: str) -> list[str]:
 
 def test_variables_are_compared():
     """A row for each variable that some home sets, a dash where another does not."""
-    shown = torchruns.compare_variables({"launch": {"RANK": "1"}, "Slurm": {"RANK": "1", "SLURM_JOB_ID": "7"}}).data
+    shown = torchruns.compare_environments({"launch": {"RANK": "1"}, "Slurm": {"RANK": "1", "SLURM_JOB_ID": "7"}}).data
     assert shown.splitlines()[2:] == ["| `RANK` | 1 | 1 |", "| `SLURM_JOB_ID` | – | 7 |"]
 
 
 def test_a_rank_writes_what_it_finds(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    torchruns.write_own_variables(tmp_path / "found")
+    torchruns.write_launcher_variables(tmp_path / "found")
     assert json.loads((tmp_path / "found" / "rank-1.json").read_text())["RANK"] == "1"
 
 
@@ -37,10 +37,10 @@ def test_commands_run_side_by_side_and_have_to_end_well():
 def test_the_variables_of_a_rank_are_read_while_it_runs():
     child = "import os, subprocess, sys; e = dict(os.environ, RANK='{}', LOCAL_RANK='0', OTHER='x')"
     waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(1)'], env=e); print('ended')"
-    outputs, given = torchruns.run_and_look(*(python(f"{child.format(rank)}; {waits}") for rank in (0, 1)))
+    outputs, given = torchruns.run_and_read_environment(*(python(f"{child.format(rank)}; {waits}") for rank in (0, 1)))
     assert outputs == ["ended\n"] * 2 and (given["RANK"], given["LOCAL_RANK"]) == ("1", "0") and "OTHER" not in given
     with pytest.raises(RuntimeError, match="torchrun didn't start rank 1:\nbroken"):
-        torchruns.run_and_look(python("print('broken')"))
+        torchruns.run_and_read_environment(python("print('broken')"))
 
 
 def test_nothing_runs_after_the_block():
