@@ -1,9 +1,11 @@
-"""The package: subpackages whose imports run downwards only, and a light front door."""
+"""The package: subpackages whose imports run downwards only, a first import that loads little, shapes in docstrings."""
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ import fsdp_helpers
 
 PACKAGE = Path(fsdp_helpers.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# From the highest floor down: a room imports from its own floor and those below it.
-FLOORS = (
+# From the highest level down: a subpackage imports from its own level and those below it.
+LEVELS = (
     {"__main__"},
     {"cli"},
     {"teaching"},
@@ -31,8 +33,10 @@ FLOORS = (
         "gpus",
         "notebook",
         "progress",
-    },  # what all rooms share
+    },  # what all subpackages share
 )
+SHAPE = re.compile(r"\([\w .·*/+-]+,[\w ,.·*/+-]*\)|\bscalar|\bshape")  # such as (N, length) or (num_steps,)
+SHAPED = ("sharding", "models", "training", "measuring", "teaching/exercises", "../notebooks/take_home")
 WITHOUT_TORCH = ("planning", "config", "records", "quantities", "field_guide", "card_search", "models.shapes")
 
 
@@ -43,9 +47,9 @@ def module_name(path: Path) -> str:
 MODULES = [module_name(path) for path in FILES if path.name != "__init__.py"]
 
 
-def floor_of(name: str) -> int:
-    room = name.split(".")[0]
-    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+def level_of(name: str) -> int:
+    subpackage = name.split(".")[0]
+    return next(number for number, subpackages in enumerate(LEVELS) if subpackage in subpackages)
 
 
 def imported_modules(source: str) -> set[str]:
@@ -70,7 +74,7 @@ def test_imports_run_downwards():
     graph = package_graph()
     assert set().union(*graph.values()) <= set(MODULES), "imported, and not there"
     pairs = [(name, used) for name, names in graph.items() for used in names]
-    assert [pair for pair in pairs if floor_of(pair[1]) < floor_of(pair[0])] == []
+    assert [pair for pair in pairs if level_of(pair[1]) < level_of(pair[0])] == []
     assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError for a circle
 
 
@@ -81,8 +85,8 @@ def loaded_by(modules: list[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_planning_and_records_need_no_torch_and_the_front_door_needs_nothing():
-    planning = [name for name in MODULES if f"{name}.".startswith(tuple(f"{room}." for room in WITHOUT_TORCH))]
+def test_planning_and_records_import_no_torch_and_the_package_itself_imports_nothing():
+    planning = [name for name in MODULES if f"{name}.".startswith(tuple(f"{light}." for light in WITHOUT_TORCH))]
     assert len(planning) > 20 and "torch" not in loaded_by([f"fsdp_helpers.{name}" for name in planning])
     loaded = loaded_by(["fsdp_helpers"])
     assert not {"torch", "numpy", "tqdm", "multiprocessing"} & loaded
@@ -94,3 +98,23 @@ def test_the_package_hands_out_what_it_names():
     assert set(fsdp_helpers.__all__) <= set(dir(fsdp_helpers))
     with pytest.raises(AttributeError, match="it has .*launch.*train"):
         _ = fsdp_helpers.lunch
+
+
+def functions_of_tensors(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Public functions that take or return tensors, with the docstrings of each and, for a method, of its class."""
+    for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+        of_class = ast.get_docstring(owner) if owner is not tree else None
+        for node in owner.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                arguments = (one for one in ast.walk(node.args) if isinstance(one, ast.arg))
+                types = [ast.unparse(one) for one in (node.returns, *(one.annotation for one in arguments)) if one]
+                if any(re.search(r"\bTensor\b", one) and "Callable" not in one for one in types):
+                    yield node.name, f"{ast.get_docstring(node)} {of_class}"
+
+
+@pytest.mark.parametrize("folder", SHAPED)
+def test_docstrings_say_the_shapes_of_tensors(folder):
+    """Else a reader of a function that takes or returns a tensor has to run it to know what to pass."""
+    paths = sorted((PACKAGE / folder).glob("*.py"))
+    found = [(path.name, *one) for path in paths for one in functions_of_tensors(ast.parse(path.read_text()))]
+    assert found and [(file, name) for file, name, docstring in found if not SHAPE.search(docstring)] == []

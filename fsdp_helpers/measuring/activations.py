@@ -25,7 +25,7 @@ def count_block(block: nn.Module, tokens: Tensor) -> BlockBytes:
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
     """Return the bytes that `model` keeps from forward for backward, excluding parameters; each storage counts once.
 
-    Call this in one process, on a model that isn't sharded. The model isn't trained.
+    Call this in one process, on a model that isn't sharded, with `inputs` of the shapes that it takes. It isn't trained.
     """
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     # A storage's address -> a tensor that keeps it alive, so that the address isn't reused
@@ -43,7 +43,7 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
 
 
 def products_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Return the bytes that selective checkpointing keeps: the outputs of all matrix products in forward."""
+    """Return the bytes of all matrix products' outputs, which selective checkpointing keeps; `inputs` of any shape."""
     with ProductCount() as count, torch.no_grad():
         model(*inputs)
     return count.num_bytes

@@ -244,7 +244,7 @@ def fused_kernels() -> Iterator[None]:
 
 
 class OneKernelNorm(torch.autograd.Function):
-    """An RMSNorm with a fused kernel's memory: it keeps its input and a statistic per token, but computes no values."""
+    """An RMSNorm with only a fused kernel's memory: it keeps its input (..., width) and a statistic per token, no values."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ def attention_counted(counter: FlopCounterMode) -> Iterator[dict[str, int]]:
 
 
 def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
-    """Return the sum of the output means as a loss; items in a tuple or list are passed as separate arguments."""
+    """Return the sum of the output means, a scalar loss; items of a tuple or list are passed as separate arguments."""
     outputs = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     return torch.stack([leaf.float().mean() for leaf in tree_leaves(outputs) if leaf.is_floating_point()]).sum()
 

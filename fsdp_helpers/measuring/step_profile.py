@@ -251,7 +251,7 @@ class StepMarks:
 
 
 class LeaveBackward(torch.autograd.Function):
-    """A function that passes tensors through unchanged, and records when their gradients come back."""
+    """A function that passes tensors of any shape through unchanged, and records when their gradients come back."""
 
     @staticmethod
     def forward(ctx: Any, said: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -43,7 +43,7 @@ class Rotary(nn.Module):
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies, with low frequencies scaled down for longer contexts, as in Llama 3.1."""
+    """Return frequencies of shape (head_width / 2,), the low ones scaled down for longer contexts, as in Llama 3.1."""
     turns = frequencies * scaling.original_context / (2 * math.pi)  # within the first training phase's context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -51,12 +51,13 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate `heads` (N, heads, length, head_width) by angles whose `cosines` and `sines` are (length, head_width)."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: several query heads share one key/value head."""
+    """Causal grouped-query attention, (N, length, width) -> the same: several query heads share one key/value head."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: one projection gates the other (Shazeer 2020, arXiv:2002.05202)."""
+    """SwiGLU, (N, length, width) -> the same: one projection gates the other (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each with a norm before it and a residual connection around it."""
+    """Attention and an MLP, each after a norm and inside a residual connection: (N, length, width) -> the same."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -166,7 +167,10 @@ def same_document(documents: Tensor) -> Tensor:
 
 
 def summed_loss(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    """Return the sum of the tokens' losses in fp32; unlike means, sums can be added across chunks and ranks."""
+    """Return the sum of the tokens' losses in fp32, a scalar; unlike means, sums add up across chunks and ranks.
+
+    `hidden` has shape (..., width), and `targets`, which may be IGNORED, has its shape without the width.
+    """
     logits = head(hidden).float().flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 

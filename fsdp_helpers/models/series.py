@@ -27,7 +27,7 @@ class ConvFeatures(nn.Sequential):
 
 
 class ShallowNet(nn.Module):
-    """Two convolutions and two fully connected layers, 1,199,882 parameters; returns log-probabilities."""
+    """Two convolutions and two fully connected layers, 1,199,882 parameters; log-probabilities (N, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ShallowNet(nn.Module):
 
 
 class DeepNet(nn.Module):
-    """ShallowNet's convolutions and six fully connected layers: 94,104,234 parameters. Returns log-probabilities.
+    """ShallowNet's convolutions and six fully connected layers: 94,104,234 parameters; log-probabilities (N, 10).
 
     88% of the parameters are in `fc1`. As in the material this network comes from, there's no activation function
     between the later layers. It exists to be big; don't copy it.
@@ -66,7 +66,7 @@ class DeepNet(nn.Module):
 
 
 class SimpleCNN(nn.Module):
-    """Two padded convolutions and one fully connected layer: 50,186 parameters. Returns logits."""
+    """Two padded convolutions and one fully connected layer: 50,186 parameters. Returns logits (N, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SimpleCNN(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A small vision transformer on 7 x 7 patches: 16 patches per digit, mean-pooled. Returns logits."""
+    """A small vision transformer on 7 x 7 patches: 16 patches per digit, mean-pooled. Returns logits (N, 10)."""
 
     def __init__(self, width: int = 64, depth: int = 4, num_heads: int = 4) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each with a norm before it and a residual connection around it."""
+    """Attention and an MLP, each after a norm and inside a residual connection: (N, tokens, width) -> the same."""
 
     def __init__(self, width: int, num_heads: int, mlp_width: int) -> None:
         super().__init__()

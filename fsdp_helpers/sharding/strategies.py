@@ -161,7 +161,7 @@ def rebuild_ddp_buckets(model: nn.Module, images: Tensor) -> None:
 
     DDP rearranges its buckets after the first backward pass, and the last bit of a sum over three or more ranks
     depends on where in a bucket the gradient is. So a resumed run has to start with the final buckets. This runs one
-    forward and one backward pass, and discards the gradients.
+    forward pass on `images`, (N, 1, 28, 28), and one backward pass, and discards the gradients.
     """
     if isinstance(model, DistributedDataParallel):
         model(images).sum().backward()
@@ -180,7 +180,7 @@ def wait_for_buckets(model: nn.Module) -> None:
 
 
 def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket across all ranks; return a future that's already done."""
+    """Average a bucket's gradients, a flat tensor (num_values,), across all ranks; return a future that's done."""
     buffer = bucket.buffer()
     dist.all_reduce(buffer.div_(dist.get_world_size()))
     done = torch.futures.Future()

@@ -43,7 +43,7 @@ def train_step(
     micro_batches: int = 1,
     sync_micro_batches: bool = False,
 ) -> Tensor:
-    """Take one training step; return the mean loss over this rank's images before the update.
+    """Take one training step; return the mean loss over this rank's images before the update, a scalar.
 
     The batch is processed in `micro_batches` equal parts (see `add_up_gradients`). The named phases cost next to
     nothing and show up in every trace.
@@ -63,7 +63,7 @@ def add_up_gradients(
     micro_batches: int = 1,
     sync_micro_batches: bool = False,
 ) -> Tensor:
-    """Run forward and backward on each micro-batch in turn; return the mean loss over all images.
+    """Run forward and backward on each micro-batch in turn; return the mean loss over all images, a scalar.
 
     Gradients are reduced once, after the last micro-batch, or after every one with `sync_micro_batches`.
     """
@@ -83,9 +83,9 @@ def add_up_gradients(
 
 
 def batch_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss in fp32 over `images`. The model may have any dtype.
+    """Return the mean loss in fp32, a scalar. `labels` has the shape of the model's outputs without the last dimension.
 
-    Cross-entropy works for both logits and log-probabilities, since log-softmax doesn't change log-probabilities.
+    The model may have any dtype, and return logits or log-probabilities, which log-softmax doesn't change.
     """
     return F.cross_entropy(model(images).float(), labels)
 

@@ -66,7 +66,7 @@ class StepWatch:
         return sum(self.step_seconds[self._first_step :])
 
     def after_step(self, loss: Tensor, batch_bytes: int) -> None:
-        """Record the end of a step. The time spent in this method isn't counted."""
+        """Record the end of a step, with its `loss`, a scalar. The time spent in this method isn't counted."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.step_seconds.append(time.perf_counter() - self._clock_s)
@@ -96,7 +96,7 @@ class StepWatch:
         )
 
     def evaluation(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `batches`, and report the number of images evaluated so far."""
+        """Yield `batches` of (images, labels), and report the number of images evaluated so far."""
         num_images, done, last = 0, self._done, self._last_step
         for images, labels in batches:
             if progress.wants_report(done, last):

@@ -146,7 +146,7 @@ def config_batches(
 
 @record_function("data")  # traces leave out images that are loaded under this name
 def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's share of the first `config.max_steps` batches, on its device, for a short run."""
+    """Return this rank's first `config.max_steps` batches (`config_batches` has their shapes), on its device."""
     dataset = load_rank_data(config, rank_device())
     return list(islice(config_batches(dataset, config, rank, world_size, epoch=0), config.max_steps))
 
@@ -154,7 +154,7 @@ def first_batches(rank: int, world_size: int, config: TrainConfig) -> list[tuple
 def epoch_record(
     config: TrainConfig, epoch: int, losses: list[float], seconds: float, test_sums: Tensor
 ) -> EpochRecord:
-    """Return an epoch's record. Means are computed from sums, so each image counts once on any number of ranks."""
+    """Return an epoch's record. Means come from the sums (3,) of `evaluate`, so that each image counts once."""
     test_loss, test_correct, test_images = test_sums.tolist()
     train_images = len(losses) * config.global_batch_size
     return EpochRecord(

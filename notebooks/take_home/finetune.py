@@ -63,6 +63,8 @@ def end_together(message: str, status: int) -> None:
 
 
 class Attention(nn.Module):
+    """Tokens (N, length, width) -> the same; cosines and sines are (length, head_width)."""
+
     def __init__(self, config: dict) -> None:
         super().__init__()
         width = config["hidden_size"]
@@ -84,11 +86,14 @@ class Attention(nn.Module):
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate heads (N, heads, length, head_width) by the angles of cosines and sines (length, head_width)."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
 class MLP(nn.Module):
+    """Tokens (N, length, width) -> the same."""
+
     def __init__(self, config: dict) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config["hidden_size"], config["intermediate_size"], bias=False)
@@ -100,6 +105,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """Tokens (N, length, width) -> the same; cosines and sines are (length, head_width)."""
+
     def __init__(self, config: dict) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
@@ -113,6 +120,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
+    """Token IDs (N, length) -> hidden states (N, length, width)."""
+
     def __init__(self, config: dict) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
@@ -134,7 +143,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama with Hugging Face's names and arithmetic. `forward` returns the sum of the tokens' losses."""
+    """A Llama with Hugging Face's names and arithmetic: token IDs and targets (N, length) -> the summed loss."""
 
     def __init__(self, config: dict) -> None:
         super().__init__()
@@ -151,6 +160,7 @@ class Llama(nn.Module):
         return total
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss of a chunk: hidden states (tokens, width), and targets (tokens,)."""
         return F.cross_entropy(self.lm_head(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -181,7 +191,7 @@ def read_config(folder: Path) -> dict:
 
 
 def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Tensor:
-    """Return, for each pair of values, the angle by which it's rotated from one token to the next."""
+    """Return, for each pair of values, the angle from one token to the next in radians, shape (num_pairs,)."""
     rope = config["rope"]
     frequencies = 1 / rope["rope_theta"] ** (torch.arange(num_pairs, device=device) / num_pairs)
     if rope["rope_type"] == "default":
@@ -195,7 +205,7 @@ def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Te
 
 
 def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
-    """Return the text's documents as token IDs, from the folder's tokenizer or, without one, as bytes."""
+    """Return the documents as token IDs of shape (length,), from the folder's tokenizer or, without one, as bytes."""
     documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
     if not documents:
         refuse(f"{text} has no text to train on")
@@ -228,7 +238,7 @@ def load_batch(documents: list[Tensor], step: int) -> tuple[Tensor, Tensor]:
 
 
 def tensors_in_files(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's tensors by name; a tied head isn't in any file."""
+    """Return the model's tensors by name, as DTensors of full shape; a tied head isn't in any file."""
     tensors = get_model_state_dict(model)
     if model.lm_head.weight is model.model.embed_tokens.weight:
         del tensors["lm_head.weight"]

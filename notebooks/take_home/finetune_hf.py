@@ -444,7 +444,7 @@ class Rows:
         return rows
 
     def read(self, row: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a row's tokens, each token's position in its document, and the targets, as three vectors."""
+        """Return a row's tokens, each token's position in its document, and the targets, all of shape (length,)."""
         tokens, positions, targets = [], [], []
         for document in row:
             first, last = self.ends[document], self.ends[document + 1]
@@ -507,7 +507,10 @@ class TokenLoss(nn.Module):
         return total
 
     def loss_of(self, output: type, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return a chunk's summed loss. The model's `forward` computes logits, since some models scale or cap them."""
+        """Return the summed loss of a chunk: hidden states (tokens, width), and targets (tokens,).
+
+        The model's `forward` computes logits, since some models scale or cap them.
+        """
         decoder = self.model.base_model
         decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         try:
@@ -622,6 +625,7 @@ def first_of(names: list[str]) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that a file has, of any shape."""
     kept = model.state_dict(keep_vars=True)
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
@@ -731,6 +735,7 @@ def inputs_and_outputs(projection: nn.Module) -> tuple[int, int]:
 
 
 def add_low_rank(projection: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Add the adapter's product to the projection's output (..., out_features), as a forward hook."""
     return output + SCALE * F.linear(F.linear(inputs[0], projection.lora_A), projection.lora_B)
 
 
@@ -1018,7 +1023,7 @@ def make_optimizer(loss: TokenLoss, arguments: argparse.Namespace) -> torch.opti
 
 
 def backward(loss: TokenLoss, rows: Rows, batch: list[list[int]], size: int, device: torch.device) -> Tensor:
-    """Accumulate the gradient of the batch's mean loss per target token. Return this rank's part of that loss.
+    """Accumulate the gradient of the batch's mean loss per target token. Return this rank's part of it, a scalar.
 
     Gradients are reduced after each micro-batch; otherwise, ranks would hold full gradients until the last one.
     """

@@ -230,7 +230,7 @@ def falling_rate(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 @contextmanager
 def cut_short(taken: dict[int, Tensor]):
-    """Inside the `with` block, cut short the save after KILLED_AFTER `taken` steps: write part of it, then exit.
+    """Inside the `with` block, cut short the save once KILLED_AFTER steps have `taken` losses, scalars, and then exit.
 
     With DCP, write only rank 0's file; with `torch.save`, write half of the file.
     """

@@ -207,7 +207,7 @@ def start_by_reader(rank: int, world_size: int, start_sharded: Callable) -> Find
 
 
 def file_of(model: PretrainedTransformer) -> dict[str, Tensor]:
-    """Return the model's tensors as a safetensors file stores them: a tied tensor appears only under its first name."""
+    """Return the model's tensors, in full shape, as safetensors stores them: a tied one only under its first name."""
     return {name: value.clone() for name, value in model.state_dict().items() if name != TIED}
 
 

@@ -97,7 +97,7 @@ def documents_by_reader(rank: int, world_size: int, backward_by_documents: Calla
 
 
 def pad_lengths(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return documents with `lengths` tokens to predict, padded to equal-length rows; a document may have none."""
+    """Return tokens and targets (documents, longest), with `lengths` tokens to predict; a document may have none."""
     longest = max(lengths)
     numbers, targets = (
         torch.zeros(len(lengths), longest, dtype=torch.long),
@@ -136,7 +136,7 @@ def check_chunks(module: str = "my_chunks", ranks: tuple[int, ...] = RANKS) -> s
 
 
 def capped_loss(hidden: Tensor, head: nn.Module, targets: Tensor, cap: float = CAP) -> Tensor:
-    """Return the summed loss on logits capped to -cap..cap by a tanh, as in Gemma 2."""
+    """Return `summed_loss` (which has the shapes) on logits capped to -cap..cap by a tanh, as in Gemma 2."""
     return summed_loss(hidden, lambda inputs: cap * torch.tanh(head(inputs) / cap), targets)
 
 
@@ -246,17 +246,19 @@ def two_adapters() -> Llama:
 
 
 def add_low_rank(names: tuple[str, str], layer: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Add the adapters' product to the layer's output (..., out_features), as a forward hook."""
     first, second = (getattr(layer, name) for name in names)
     return output + SCALE * F.linear(F.linear(inputs[0], first), second)
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+def equal(first: Tensor, second: Tensor) -> bool:
+    """Return True if the dtype, the shape and all values are equal."""
+    return first.dtype == second.dtype and torch.equal(first, second)
 
 
 @torch.no_grad()
 def logits_of(model: Llama, numbers: Tensor) -> Tensor:
-    """Return the logits, and reshard the root so that its parameters can be changed."""
+    """Return the logits (N, length, vocabulary), and reshard the root so that its parameters can be changed."""
     logits = model(numbers)
     model.reshard()
     return logits

@@ -43,7 +43,7 @@ def check_move(module: str = "my_move", ranks: tuple[int, ...] = RANKS) -> str:
 
 
 class ResidualBlock(nn.Module):
-    """A residual block: its input plus the tanh of a linear layer's output."""
+    """A residual block: its input (B, HIDDEN) plus the tanh of a linear layer's output."""
 
     def __init__(self) -> None:
         super().__init__()

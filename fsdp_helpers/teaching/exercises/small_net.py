@@ -45,16 +45,18 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def rank_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """Return a rank's part of `load_batch`: inputs (B, WIDTH) and labels (B,), where B is BATCH / world_size."""
     inputs, labels = load_batch(step)
     return inputs.chunk(world_size)[rank], labels.chunk(world_size)[rank]
 
 
 def mean_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean loss, a scalar, over inputs (B, WIDTH) with labels (B,)."""
     return F.cross_entropy(model(inputs), labels)
 
 
 def over_ranks(losses: list[Tensor]) -> list[float]:
-    """Return the mean of each loss across ranks."""
+    """Return the mean of each loss, a scalar, across ranks."""
     return (sum_over_ranks(torch.stack(losses)) / dist.get_world_size()).tolist()
 
 
