@@ -46,7 +46,7 @@ WORK ?= work
 OFFLINE ?= offline
 CACHE := $(CURDIR)/.venv/cache
 # Markers of tests that need more than the installation.
-PLAIN := not xla and not browser and not cluster and not imagined
+PLAIN := not xla and not browser and not cluster and not simulated
 # Notebooks or files of long tests that run at a time, and files of fast tests, which take less memory and wait a lot:
 # `make test WORKERS=1 FAST_WORKERS=1` where memory is short.
 WORKERS ?= 2
@@ -229,7 +229,7 @@ test-spawn: $(INSTALLED)
 
 # A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs.
 test-imagined: $(INSTALLED)
-	$(PYTEST) --dist load -m imagined tests/imagined_gpu
+	$(PYTEST) --dist load -m simulated tests/simulated_gpu
 
 # What is skipped where transformers and accelerate are not installed.
 test-tools: $(TOOLS_INSTALLED)

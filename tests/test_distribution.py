@@ -1,4 +1,4 @@
-"""What a person gets: a wheel that holds every room, and a page whose tree is that of the folders."""
+"""What a person gets: a wheel that holds every subpackage, and a page whose tree is that of the folders."""
 
 import os
 import re
@@ -64,8 +64,8 @@ def test_the_tree_of_the_files_names_every_room_and_nothing_that_is_gone():
     section = (PROJECT / "CONTRIBUTING.md").read_text().partition("\n## The files\n")[2]
     named = tree_of(section.split("```\n")[1])
     assert [path for path in named if not (PROJECT / path).exists()] == []
-    rooms = {f"fsdp_helpers/{Path(path).parts[1]}/" for path in files() if len(Path(path).parts) > 2}
-    assert {path for path in named if path.count("/") == 2 and path.startswith("fsdp_helpers/")} == rooms
+    subpackages = {f"fsdp_helpers/{Path(path).parts[1]}/" for path in files() if len(Path(path).parts) > 2}
+    assert {path for path in named if path.count("/") == 2 and path.startswith("fsdp_helpers/")} == subpackages
 
 
 def test_a_clone_by_git_for_windows_keeps_scripts_that_run(tmp_path):

@@ -1,4 +1,4 @@
-"""The notebooks as they are kept. Quick: nothing is run here, `pytest --nbmake notebooks` does that."""
+"""The notebooks as they are saved. Quick: nothing is run here, `pytest --nbmake notebooks` does that."""
 
 import ast
 import re

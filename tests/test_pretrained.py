@@ -1,4 +1,4 @@
-"""The kept language model: small, whole, and what its record says."""
+"""The saved language model: small, complete, and what its record says."""
 
 import hashlib
 import json

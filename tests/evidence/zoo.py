@@ -1,4 +1,4 @@
-"""Models that the planner wasn't made for, each small, with its units, a batch and a loss."""
+"""The planner's model zoo: architectures that it wasn't made for, each small, with its units, a batch and a loss."""
 
 import math
 from collections.abc import Callable
@@ -399,8 +399,8 @@ def in_chunks(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Animal:
-    """A model of the zoo."""
+class ZooModel:
+    """A model of the zoo, with the names of its units, a batch, and its loss, a scalar."""
 
     build: Callable[[], nn.Module]
     units: tuple[str, ...]
@@ -442,45 +442,45 @@ def blocks(*stacks: tuple[str, int]) -> tuple[str, ...]:
 
 LAYERS = tuple(f"model.layers.{number}" for number in range(4))
 ZOO = {
-    "U-Net": Animal(build=UNet, units=("down.0", "down.1", "bottom", "up.0", "up.1"), batch=images),
-    "ResNet": Animal(build=resnet, units=("1", "2", "3", "4"), batch=images),
-    "LSTM": Animal(build=Reader, units=("first", "second"), batch=tokens),
-    "experts": Animal(
+    "U-Net": ZooModel(build=UNet, units=("down.0", "down.1", "bottom", "up.0", "up.1"), batch=images),
+    "ResNet": ZooModel(build=resnet, units=("1", "2", "3", "4"), batch=images),
+    "LSTM": ZooModel(build=Reader, units=("first", "second"), batch=tokens),
+    "experts": ZooModel(
         build=lambda: nn.Sequential(Mixture(128), Mixture(128)),
         units=tuple(f"{layer}.experts.{number}" for layer in range(2) for number in range(4)),
         batch=rows,
     ),
-    "nested": Animal(
+    "nested": ZooModel(
         build=lambda: nn.Sequential(*[nn.Sequential(Expert(128), Expert(128)) for _ in range(3)]),
         units=("0", "0.0", "0.1", "1", "1.0", "1.1", "2", "2.0", "2.1"),
         batch=rows,
     ),
-    "used again": Animal(build=lambda: Again(128), units=("block",), batch=rows),
-    "table": Animal(build=Table, units=("words", "layers.0", "layers.1", "layers.2"), batch=tokens),
-    "Llama": Animal(build=lambda: Llama(SHAPE), units=LAYERS, batch=tokens, loss=summed),
-    "Llama, loss in chunks": Animal(build=lambda: Llama(SHAPE), units=LAYERS, batch=tokens, loss=in_chunks),
-    "LoRA": Animal(build=lora, units=LAYERS, batch=tokens, loss=summed),
-    "LoRA, loss in chunks": Animal(build=lora, units=LAYERS, batch=tokens, loss=in_chunks),
-    "mixture of experts": Animal(
+    "used again": ZooModel(build=lambda: Again(128), units=("block",), batch=rows),
+    "table": ZooModel(build=Table, units=("words", "layers.0", "layers.1", "layers.2"), batch=tokens),
+    "Llama": ZooModel(build=lambda: Llama(SHAPE), units=LAYERS, batch=tokens, loss=summed),
+    "Llama, loss in chunks": ZooModel(build=lambda: Llama(SHAPE), units=LAYERS, batch=tokens, loss=in_chunks),
+    "LoRA": ZooModel(build=lora, units=LAYERS, batch=tokens, loss=summed),
+    "LoRA, loss in chunks": ZooModel(build=lora, units=LAYERS, batch=tokens, loss=in_chunks),
+    "mixture of experts": ZooModel(
         build=RoutedModel,
         units=(*blocks(("blocks", 4)), *(f"blocks.{layer}.experts.{n}" for layer in (1, 3) for n in range(4))),
         batch=sequences,
         loss=mean,
     ),
-    "two views": Animal(build=Encoder, units=blocks(("blocks", 3)), batch=features, loss=views_loss),
-    "frozen tower": Animal(build=Towers, units=blocks(("tower", 2), ("blocks", 2)), batch=sequences, loss=mean),
-    "translator": Animal(
+    "two views": ZooModel(build=Encoder, units=blocks(("blocks", 3)), batch=features, loss=views_loss),
+    "frozen tower": ZooModel(build=Towers, units=blocks(("tower", 2), ("blocks", 2)), batch=sequences, loss=mean),
+    "translator": ZooModel(
         build=Translator, units=blocks(("encoder", 2), ("decoder", 2)), batch=sentences, loss=translated
     ),
-    "diffusion": Animal(build=Diffusion, units=blocks(("blocks", 3)), batch=pictures, loss=denoised),
-    "scan": Animal(
+    "diffusion": ZooModel(build=Diffusion, units=blocks(("blocks", 3)), batch=pictures, loss=denoised),
+    "scan": ZooModel(
         build=Scanner, units=blocks(("blocks", 3)), batch=lambda: torch.zeros(4, LENGTH, dtype=torch.long), loss=mean
     ),
-    "graph": Animal(
+    "graph": ZooModel(
         build=Graph,
         units=blocks(("layers", 2), ("mixers", 2)),
         batch=lambda: (torch.randn(64, 32), torch.rand(64, 64)),
         loss=graph_loss,
     ),
-    "latents": Animal(build=Latents, units=("look", *blocks(("think", 2))), batch=features, loss=mean),
+    "latents": ZooModel(build=Latents, units=("look", *blocks(("think", 2))), batch=features, loss=mean),
 }

@@ -1,4 +1,4 @@
-"""What ranks run of the zoo."""
+"""What each rank measures of the model zoo."""
 
 import torch
 from zoo import ZOO
@@ -12,13 +12,13 @@ def measure_zoo(rank: int, world_size: int, cases: list[tuple[str, dict]]) -> li
     """Measure each case, one after the other, in whatever group this rank is."""
     found = []
     for name, changes in cases:
-        animal, config = ZOO[name], TrainConfig(**changes)
+        entry, config = ZOO[name], TrainConfig(**changes)
         torch.manual_seed(0)  # experts are chosen by what is drawn
-        batch = animal.batch()
+        batch = entry.batch()
         with one_thread():  # on a CPU, convolutions take scratch memory for each
             measured = trace_steps(
-                lambda animal=animal, config=config: distribute_model(animal.build(), config, animal.units),
-                lambda model, animal=animal, batch=batch: animal.loss(model, batch),
+                lambda entry=entry, config=config: distribute_model(entry.build(), config, entry.units),
+                lambda model, entry=entry, batch=batch: entry.loss(model, batch),
             )
         found.append(measured)
     return found

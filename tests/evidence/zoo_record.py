@@ -1,4 +1,4 @@
-"""The zoo on real ranks, beside its plans: `python tests/evidence/zoo_record.py` writes the record that chapter 09 reads.
+"""The model zoo on real ranks, beside its plans: `python tests/evidence/zoo_record.py` writes the record that 09 reads.
 
 It measures what `notebooks/reference/zoo.json` lacks, and everything if that was measured with a different torch.
 """
@@ -25,41 +25,41 @@ from fsdp_helpers.sharding.recompute import checkpoint_activations
 
 RECORD = Path(__file__).parents[2] / "notebooks/reference/zoo.json"
 COMMAND = "python tests/evidence/zoo_record.py"
-WAYS = {
+VARIANTS = {
     "DDP": {"strategy": "ddp"},
     "auto-wrap": {"strategy": "fsdp-auto-wrap"},
     "checkpointed": {"strategy": "fsdp-auto-wrap", "activation_checkpointing": "units"},
     "bf16": {"strategy": "fsdp-auto-wrap", "precision": "bf16"},
 }
 REFUSED = {("ResNet", "bf16")}  # statistics in fp32 beside weights in bf16: `test_own_plan`
-ALL = [(name, way) for name in ZOO for way in WAYS if (name, way) not in REFUSED]
+ALL = [(name, way) for name in ZOO for way in VARIANTS if (name, way) not in REFUSED]
 REAL_RANKS = (2, 4)
 RUNS = [Run(name, way, ranks, True) for ranks in REAL_RANKS for name, way in ALL]
 
 
 @cache
 def zoo_profile(name: str, checkpointing: str, precision: str) -> StepProfile:
-    animal = ZOO[name]
+    entry = ZOO[name]
     torch.manual_seed(0)
-    model, batch = animal.build(), animal.batch()
+    model, batch = entry.build(), entry.batch()
     if checkpointing != "none":
-        model = checkpoint_activations(model, animal.units, checkpointing)
+        model = checkpoint_activations(model, entry.units, checkpointing)
     with one_thread():  # as the ranks have
-        return measure_step(model, lambda: animal.loss(model, batch), animal.units, precision=precision)
+        return measure_step(model, lambda: entry.loss(model, batch), entry.units, precision=precision)
 
 
 def measure_cases(cases: list[tuple[str, str]], ranks: int) -> list[ErrorRow]:
     """Measure each (model, way) on real ranks, all in one launch, and put it beside its plan."""
     found = launch(
         measure_zoo,
-        [(name, WAYS[way]) for name, way in cases],
+        [(name, VARIANTS[way]) for name, way in cases],
         world_size=ranks,
         device="cpu",
         progress=False,
     )[0]
     rows = []
     for (name, way), measured in zip(cases, found, strict=True):
-        config = TrainConfig(**WAYS[way])
+        config = TrainConfig(**VARIANTS[way])
         profile = zoo_profile(name, config.activation_checkpointing, config.precision)
         rows.append(error_row(Run(name, way, ranks, True), config, profile, ZOO[name].units, measured))
         ratio = rows[-1].peak_bytes / rows[-1].predicted_bytes

@@ -48,7 +48,7 @@ class Allocator:
 
 
 @pytest.fixture
-def imagined_gpu(monkeypatch):
+def simulated_gpu(monkeypatch):
     """torch.cuda as a memory trace sees it."""
     gpu = Allocator()
     monkeypatch.setattr("fsdp_helpers.measuring.memory.take_work_spaces", lambda device: gpu.malloc(8 * MIB))
@@ -58,20 +58,20 @@ def imagined_gpu(monkeypatch):
     return gpu
 
 
-def test_a_step_on_cuda_is_found_in_the_allocators_history(imagined_gpu):
+def test_a_step_on_cuda_is_found_in_the_allocators_history(simulated_gpu):
     """The phases come from the profiler and the bytes from the allocator: both have to tell the same time."""
     trace = MemoryTrace(torch.device("cuda", 0))
     trace.start()
     for _ in range(2):
         with record_function("train step"):
             time.sleep(0.002)
-            imagined_gpu.malloc(1_000)
-            imagined_gpu.note("free_requested", imagined_gpu.malloc(50))
+            simulated_gpu.malloc(1_000)
+            simulated_gpu.note("free_requested", simulated_gpu.malloc(50))
         time.sleep(0.002)
-        imagined_gpu.malloc(7)  # belongs to no step
-    assert imagined_gpu.is_recorded
+        simulated_gpu.malloc(7)  # belongs to no step
+    assert simulated_gpu.is_recorded
     trace.stop()
-    assert not imagined_gpu.is_recorded
+    assert not simulated_gpu.is_recorded
     step = trace.last("train step")
     # 1,000 and 7 bytes of the first step; the second adds 1,000, and 50 for a while. The work space came before.
     assert step.curve.allocated_bytes == (1_007, 2_007, 2_057, 2_007)

@@ -1,4 +1,4 @@
-"""The kept table of errors: what it promises; and a part of it measured again, or all of it."""
+"""The saved table of errors: what it promises; and a part of it measured again, or all of it."""
 
 from statistics import median
 

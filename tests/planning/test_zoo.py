@@ -1,4 +1,4 @@
-"""Plans of models that the planner was not made for, against real ranks: peaks, state, and sent bytes."""
+"""Plans of the model zoo, which the planner was not made for, against real ranks: peaks, state, and sent bytes."""
 
 import json
 

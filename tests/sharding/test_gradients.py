@@ -10,8 +10,8 @@ from fsdp_helpers.ranks.launch import launch
 from fsdp_helpers.records import RunRecord
 from fsdp_helpers.training.loop import add_up_gradients
 
-WAYS = [("ddp", "fsdp2")] + [(strategy, api) for strategy in ("fsdp", "fsdp-auto-wrap") for api in ("fsdp1", "fsdp2")]
-SHARDED_UNITS = WAYS[3:]
+PAIRS = [("ddp", "fsdp2")] + [(strategy, api) for strategy in ("fsdp", "fsdp-auto-wrap") for api in ("fsdp1", "fsdp2")]
+SHARDED_UNITS = PAIRS[3:]
 P_BLOCK = 49_984
 
 # Of DDP three, so that the first part, the middle and the last all differ. Of sharded units two: a part more costs
@@ -37,7 +37,7 @@ def counts(record: RunRecord) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("strategy, api", mostly_long(WAYS, telling=(0, 3, 4)))
+@pytest.mark.parametrize("strategy, api", mostly_long(PAIRS, telling=(0, 3, 4)))
 def test_micro_batches_equal_one_large_batch(strategy, api, sync, run):
     one_batch = run(strategy, api)
     parts = run(strategy, api, micro_batches=PARTS[strategy], sync_micro_batches=sync)

@@ -14,7 +14,7 @@ from fsdp_helpers.sharding.strategies import apply_local
 from fsdp_helpers.sharding.wrapping import choose_units, size_policy
 
 BLOCKS = [f"blocks.{index}" for index in range(4)]  # of "vit", 49,984 parameters each
-WAYS = [
+CONFIGURATIONS = [
     ("local", "fsdp2"),
     ("ddp", "fsdp2"),
     ("fsdp", "fsdp1"),
@@ -23,7 +23,7 @@ WAYS = [
     ("fsdp-auto-wrap", "fsdp2"),
     ("fsdp-offload", "fsdp2"),
 ]
-SHARDED_UNITS = WAYS[4:]
+SHARDED_UNITS = CONFIGURATIONS[4:]
 
 NESTED = 16_500  # in each block of "vit" linear1 (16,640), and the block with what is left (33,344)
 
@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 # Telling: one process; FSDP2, with both kinds; FSDP1, to which either kind is the same wrapper.
 @pytest.mark.parametrize(
     "kind, strategy, api",
-    mostly_long([(kind, *way) for kind in ("units", "selective") for way in WAYS], telling=(0, 4, 5, 7, 12)),
+    mostly_long([(kind, *way) for kind in ("units", "selective") for way in CONFIGURATIONS], telling=(0, 4, 5, 7, 12)),
 )
 def test_the_same_losses_bit_for_bit_with_dropout(kind, strategy, api, run):
     plain, checkpointed = run(strategy, api), run(strategy, api, activation_checkpointing=kind)

@@ -29,7 +29,7 @@ ONE_UNIT, AUTO_WRAP = SHARDED[:2], SHARDED[2:4]
 # Two ranks with 32 images each: enough that activations count. The others are here for their losses.
 BATCH_SIZES = {1: 64, 2: 64, 3: 24, 4: 24}
 # Enough for a steady step. Two and three ranks train some more for their losses.
-FEW_STEPS = {1: {"max_steps": 3}, 2: {}, 3: {}, 4: {"max_steps": 3}}
+LENGTHS = {1: {"max_steps": 3}, 2: {}, 3: {}, 4: {"max_steps": 3}}
 
 
 VIT = {"model": "vit", "max_steps": 2, "global_batch_size": 4}
@@ -176,13 +176,13 @@ def sent_bytes(units: list[int], num_ranks: int) -> int:
 def test_fsdp_sends_what_the_formula_says(strategy, api, world_size, run):
     """Neither 3 nor 4 ranks divide 1,199,882 parameters, nor all numbers of rows: padding counts, to the byte."""
     units = padded_units(api, world_size, wrapped=strategy == "fsdp-auto-wrap")
-    for rank in run(strategy, api, world_size, **FEW_STEPS[world_size]).ranks:
+    for rank in run(strategy, api, world_size, **LENGTHS[world_size]).ranks:
         assert sum(seen.sent_bytes for seen in rank.collectives) == sent_bytes(units, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ddp_sends_what_the_formula_says(world_size, run):
-    for rank in run("ddp", world_size=world_size, **FEW_STEPS[world_size]).ranks:
+    for rank in run("ddp", world_size=world_size, **LENGTHS[world_size]).ranks:
         sent = sum(seen.sent_bytes for seen in rank.collectives)
         # Each bucket is rounded to whole bytes by itself
         assert abs(sent - ring_sent_bytes("all_reduce", 4 * P_SHALLOW, world_size)) < sum(
@@ -204,7 +204,7 @@ def test_fsdp_sends_as_much_as_ddp_or_half_as_much_again(api, run):
 def test_hybrid_sends_within_its_groups(api, run):
     """Two groups of two ranks: halves within a group, and a shard's all-reduce across them. N is 2 each time, not 4."""
     units = padded_units(api, 2, wrapped=True)
-    for rank in run("fsdp-auto-wrap", api, 4, sharding="hybrid", **FEW_STEPS[4]).ranks:
+    for rank in run("fsdp-auto-wrap", api, 4, sharding="hybrid", **LENGTHS[4]).ranks:
         sent = {seen.op: seen.sent_bytes for seen in rank.collectives}
         assert sent["all_gather"] + sent["reduce_scatter"] == sent_bytes(units, 2)
         assert sent["all_reduce"] == 4 * sum(units) // 2
@@ -227,8 +227,8 @@ def test_grad_op_keeps_parameters_until_backward(api, run):
 @pytest.mark.parametrize("api", APIS)
 def test_hybrid_shards_within_groups_and_copies_across(api, run):
     ddp, hybrid = (
-        run("ddp", world_size=4, **FEW_STEPS[4]),
-        run("fsdp-auto-wrap", api, 4, sharding="hybrid", **FEW_STEPS[4]),
+        run("ddp", world_size=4, **LENGTHS[4]),
+        run("fsdp-auto-wrap", api, 4, sharding="hybrid", **LENGTHS[4]),
     )
     assert hybrid.step_losses == pytest.approx(ddp.step_losses, abs=1e-5)
     for rank in hybrid.ranks:

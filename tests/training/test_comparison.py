@@ -20,9 +20,9 @@ from fsdp_helpers.training.comparison import (
 )
 
 # Every strategy, DDP also with its gradients in the buckets, FSDP with both APIs
-WAYS = {name: [f"{name} ({api})" for api in APIS] if is_sharded(name) else [name] for name in STRATEGIES}
-WAYS["ddp"].append("ddp, lean")
-ON_CUDA = [label for labels in WAYS.values() for label in labels]
+LABELS = {name: [f"{name} ({api})" for api in APIS] if is_sharded(name) else [name] for name in STRATEGIES}
+LABELS["ddp"].append("ddp, lean")
+ON_CUDA = [label for labels in LABELS.values() for label in labels]
 ON_CPU = [label for label in ON_CUDA if label != "fsdp-offload (fsdp1)"]
 KEPT = PROJECT / "notebooks" / "reference" / "compare-cpu.json"
 

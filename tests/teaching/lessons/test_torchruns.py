@@ -1,4 +1,4 @@
-"""What notebook 10 starts and shows: torchruns from a cell, variables side by side, figures of the kept record."""
+"""What notebook 10 starts and shows: torchruns from a cell, variables side by side, figures of the saved record."""
 
 import json
 import sys
@@ -72,7 +72,7 @@ def test_a_rank_is_found_and_killed(tmp_path):
         assert torchruns.kill_rank(process, 1, after=tmp_path / "now") == "-9\n"
 
 
-# ---------------------------------------------------------------- the kept records
+# ---------------------------------------------------------------- the saved records
 
 
 def test_the_kept_job_says_nothing_of_its_machine():

@@ -1,4 +1,4 @@
-"""accelerate on CPU ranks says what the kept record says, and without it the record is shown as what it is."""
+"""accelerate on CPU ranks says what the saved record says, and without it the record is shown as what it is."""
 
 import importlib.util
 import json

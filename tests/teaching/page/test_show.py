@@ -75,7 +75,7 @@ def test_predictions():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`show.machine` beside imagined GPUs: the device that it returns, and what it shows."""
+    """`show.machine` beside simulated GPUs: the device that it returns, and what it shows."""
     monkeypatch.delenv(VISIBLE, raising=False)
     monkeypatch.delenv("FSDP_DEVICE", raising=False)
 

@@ -1,4 +1,4 @@
-"""The line about memory: on an imagined machine, and with a real process that looks like another kernel."""
+"""The line about memory: on a simulated machine, and with a real process that looks like another kernel."""
 
 import sys
 from types import SimpleNamespace

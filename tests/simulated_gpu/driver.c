@@ -1,4 +1,4 @@
-/* An imagined GPU's driver, libcuda.so.1: torch's libraries load with it, and it does nothing.
+/* A simulated GPU's driver, libcuda.so.1: torch's libraries load with it, and it does nothing.
  *
  * Every function of cuda.h is here, so that loading succeeds; gpu_driver.py writes those that refuse, from the
  * header. The two below are asked whether a context exists, which must not fail.

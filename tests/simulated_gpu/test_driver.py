@@ -70,7 +70,7 @@ if __name__ == "__main__":
 
 def test_devices_are_counted_described_and_chosen_but_hold_nothing(gpus, run_python):
     lines = run_python(ASK, gpus.environment(2)).splitlines()
-    assert lines[:3] == ["count 2", "available True", "name Imagined T4"]
+    assert lines[:3] == ["count 2", "available True", "name Simulated T4"]
     assert lines[3].startswith("choose AcceleratorError CUDA error: invalid device ordinal")
     assert lines[4].startswith("zeros OutOfMemoryError CUDA out of memory.")
     assert {use.what for use in gpus.uses()} >= {"initialize", "set_device", "allocate"}

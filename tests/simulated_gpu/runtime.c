@@ -1,12 +1,12 @@
-/* An imagined GPU: the part of the CUDA runtime that torch calls before it allocates anything.
+/* A simulated GPU: the part of the CUDA runtime that torch calls before it allocates anything.
  *
  * Preloaded, these functions stand in front of those of libcudart. A device can be counted, described and chosen, streams
  * and events exist, and every allocation fails as on a GPU whose memory is full. Whatever is not here falls through to
  * the real libcudart, which asks driver.c and gets an error.
  *
- * IMAGINED_GPU_COUNT    number of devices (1)
- * IMAGINED_GPU_TOO_OLD  set: devices are seen, but the driver is older than this runtime, so none can be used
- * IMAGINED_GPU_LOG      file that notes every use of a device: process, rank (- outside a rank), what, command line
+ * SIMULATED_GPU_COUNT    number of devices (1)
+ * SIMULATED_GPU_TOO_OLD  set: devices are seen, but the driver is older than this runtime, so none can be used
+ * SIMULATED_GPU_LOG      file that notes every use of a device: process, rank (- outside a rank), what, command line
  *
  * CUDA_VISIBLE_DEVICES="" hides the devices, as it does with real ones.
  */
@@ -21,10 +21,10 @@ enum { THIS_RUNTIME = CUDART_VERSION, OLD_DRIVER = 11040 };
 
 static __thread int current_device = 0;
 
-static int too_old(void) { return getenv("IMAGINED_GPU_TOO_OLD") != NULL; }
+static int too_old(void) { return getenv("SIMULATED_GPU_TOO_OLD") != NULL; }
 
 static int num_devices(void) {
-  const char *visible = getenv("CUDA_VISIBLE_DEVICES"), *count = getenv("IMAGINED_GPU_COUNT");
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES"), *count = getenv("SIMULATED_GPU_COUNT");
   if (visible && !*visible) return 0;
   return count ? atoi(count) : 1;
 }
@@ -41,7 +41,7 @@ static void read_command(char *command, size_t size) {
 
 /* One line per use. */
 static void note(const char *what) {
-  const char *path = getenv("IMAGINED_GPU_LOG"), *rank = getenv("RANK");
+  const char *path = getenv("SIMULATED_GPU_LOG"), *rank = getenv("RANK");
   char command[400];
   FILE *log = path ? fopen(path, "a") : NULL;
   if (!log) return;
@@ -111,7 +111,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
   memset(properties, 0, sizeof *properties);
-  strcpy(properties->name, "Imagined T4");
+  strcpy(properties->name, "Simulated T4");
   properties->major = 7, properties->minor = 5;
   properties->totalGlobalMem = 16ull << 30;
   properties->multiProcessorCount = 40;

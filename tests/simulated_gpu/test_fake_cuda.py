@@ -1,4 +1,4 @@
-"""FSDP on CUDA tensors without a GPU: fake tensors on "cuda:0", torch's fake process group, and the imagined driver.
+"""FSDP on CUDA tensors without a GPU: fake tensors on "cuda:0", torch's fake process group, and the simulated driver.
 
 State and collectives are exact there; losses do not exist. Two things do not work on fake tensors, and wait for a real
 GPU: CPU offload, since pinned memory and FSDP1's handles want real storage, and DDP, whose buckets do.
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_driver import ImaginedGpus
+from gpu_driver import SimulatedGpus
 
 APIS = ("fsdp1", "fsdp2")
 # FSDP1 cuts each unit, 330 and 217 parameters, into four equal pieces: ceil(330 / 4) + ceil(217 / 4) = 83 + 55 = 138.
@@ -22,7 +22,7 @@ BF16_SHARD = {"fsdp1": 140, "fsdp2": 150}
 @pytest.fixture(scope="module")
 def found(libraries, run_beside, tmp_path_factory) -> dict:
     """What every run keeps and sends: one process for all, since each loads torch."""
-    gpus = ImaginedGpus(libraries, tmp_path_factory.mktemp("fake-cuda") / "uses.log")
+    gpus = SimulatedGpus(libraries, tmp_path_factory.mktemp("fake-cuda") / "uses.log")
     program = Path(__file__).with_name("fake_cuda.py")
     runs = json.loads(run_beside([sys.executable, program], gpus.environment()).stdout)
     assert "allocate" not in {use.what for use in gpus.uses()}, "a tensor was real"

@@ -1,4 +1,4 @@
-"""Everything in here runs beside imagined GPUs: marked `imagined`, and skipped where they cannot be built."""
+"""Everything in here runs beside simulated GPUs: marked `simulated`, and skipped where they cannot be built."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpu_driver import ImaginedGpus, build, cuda_headers
+from gpu_driver import SimulatedGpus, build, cuda_headers
 from leftovers import PROJECT
 
 HELPERS = PROJECT / "tests/helpers"
@@ -18,8 +18,8 @@ LIMIT_S = 850.0  # of a child process, such as a whole notebook
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "/imagined_gpu/" in item.path.as_posix():
-            item.add_marker(pytest.mark.imagined)
+        if "/simulated_gpu/" in item.path.as_posix():
+            item.add_marker(pytest.mark.simulated)
             item.add_marker(pytest.mark.timeout(900))
 
 
@@ -27,20 +27,20 @@ def pytest_collection_modifyitems(items):
 def libraries(tmp_path_factory) -> Path:
     """The folder of the driver's libraries, built once."""
     if sys.platform != "linux" or shutil.which("gcc") is None:
-        pytest.skip("imagined GPUs need Linux and gcc")
+        pytest.skip("simulated GPUs need Linux and gcc")
     if cuda_headers() is None:
         pytest.skip(
-            "imagined GPUs need the CUDA headers that come with torch's CUDA packages; this torch is for the CPU"
+            "simulated GPUs need the CUDA headers that come with torch's CUDA packages; this torch is for the CPU"
         )
-    folder = tmp_path_factory.mktemp("imagined-gpu")
+    folder = tmp_path_factory.mktemp("simulated-gpu")
     build(folder)
     return folder
 
 
 @pytest.fixture
-def gpus(libraries, tmp_path) -> ImaginedGpus:
-    """The imagined GPUs, with a log of this test's own."""
-    return ImaginedGpus(libraries, tmp_path / "uses.log")
+def gpus(libraries, tmp_path) -> SimulatedGpus:
+    """The simulated GPUs, with a log of this test's own."""
+    return SimulatedGpus(libraries, tmp_path / "uses.log")
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +68,7 @@ def run_beside(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess]:
 
 @pytest.fixture
 def run_python(run_beside, tmp_path) -> Callable[[str, dict[str, str]], str]:
-    """Run Python code beside imagined GPUs, in the test's folder; what it prints."""
+    """Run Python code beside simulated GPUs, in the test's folder; what it prints."""
 
     def run(code: str, variables: dict[str, str]) -> str:
         return run_beside([sys.executable, "-c", textwrap.dedent(code)], variables, folder=tmp_path).stdout

@@ -1,7 +1,7 @@
-"""One rank of four on fake CUDA tensors: `python fake_cuda.py` beside an imagined GPU prints what it keeps and sends.
+"""One rank of four on fake CUDA tensors: `python fake_cuda.py` beside a simulated GPU prints what it keeps and sends.
 
 A fake tensor has a shape, a type and a device, and no memory; torch's fake process group answers every collective. So
-the real code of FSDP runs on "cuda:0", down to its streams and events, which the imagined driver gives it.
+the real code of FSDP runs on "cuda:0", down to its streams and events, which the simulated driver gives it.
 """
 
 import json

@@ -1,6 +1,6 @@
 """A CUDA driver for tests: torch believes in GPUs that do not exist. Built with gcc from what torch's packages bring.
 
-The three C sources beside this file say what an imagined GPU can do. It can be counted, described and chosen; nothing
+The three C sources beside this file say what a simulated GPU can do. It can be counted, described and chosen; nothing
 can be allocated or computed on it, so whatever uses it by mistake fails or is found in the log.
 """
 
@@ -46,8 +46,8 @@ class Use:
 
 
 @dataclass(frozen=True)
-class ImaginedGpus:
-    """The environment of a process that sees imagined GPUs, and what such processes did with them."""
+class SimulatedGpus:
+    """The environment of a process that sees simulated GPUs, and what such processes did with them."""
 
     folder: Path
     log: Path
@@ -55,13 +55,13 @@ class ImaginedGpus:
     def environment(self, count: int = 1, *, too_old: bool = False) -> dict[str, str]:
         """Variables for a child process; in this one CUDA's real library is loaded already."""
         variables = {
-            "LD_PRELOAD": str(self.folder / "libimagined_runtime.so"),
+            "LD_PRELOAD": str(self.folder / "libsimulated_runtime.so"),
             "LD_LIBRARY_PATH": str(self.folder),
-            "IMAGINED_GPU_COUNT": str(count),
+            "SIMULATED_GPU_COUNT": str(count),
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),  # pytest hides real ones
-            "IMAGINED_GPU_LOG": str(self.log),
+            "SIMULATED_GPU_LOG": str(self.log),
         }
-        return variables | ({"IMAGINED_GPU_TOO_OLD": "1"} if too_old else {})
+        return variables | ({"SIMULATED_GPU_TOO_OLD": "1"} if too_old else {})
 
     def uses(self) -> list[Use]:
         """What was done with a device since the log was begun."""
@@ -90,7 +90,7 @@ def build(folder: Path) -> None:
     (folder / "refused.c").write_text(refusals(driver_functions(headers)))
     compiler = ["gcc", "-shared", "-fPIC", "-O1", f"-I{headers}", f"-I{folder}"]
     libraries = {
-        "libimagined_runtime.so": [SOURCES / "runtime.c"],
+        "libsimulated_runtime.so": [SOURCES / "runtime.c"],
         "libcuda.so.1": [SOURCES / "driver.c", folder / "refused.c"],
         "libnvidia-ml.so.1": [SOURCES / "management.c"],
     }

@@ -1,4 +1,4 @@
-/* An imagined GPU as libnvidia-ml.so.1 sees it: torch counts devices there, so that counting leaves CUDA alone.
+/* A simulated GPU as libnvidia-ml.so.1 sees it: torch counts devices there, so that counting leaves CUDA alone.
  *
  * A driver that is too old for CUDA still counts its devices here: torch.cuda.device_count() is above 0 then, although
  * none can be used. Hiding devices is not this library's business: torch reads CUDA_VISIBLE_DEVICES by itself.
@@ -12,7 +12,7 @@ int nvmlInit_v2(void) { return SUCCESS; }
 int nvmlShutdown(void) { return SUCCESS; }
 
 int nvmlDeviceGetCount_v2(unsigned *count) {
-  const char *number = getenv("IMAGINED_GPU_COUNT");
+  const char *number = getenv("SIMULATED_GPU_COUNT");
   *count = number ? atoi(number) : 1;
   return SUCCESS;
 }
