@@ -1,1 +1,1 @@
-"""Count a running rank's bytes and collectives."""
+"""Count a running rank's bytes and collectives, and profile a step of any model, for `planning`."""

@@ -38,7 +38,7 @@ def run(name: str, code: str, late_s: float = 0.0) -> Outcome:
     said: list[bytes] = []
     everyone = range(NUM_RANKS)
     with tempfile.TemporaryDirectory() as folder:
-        body = partial(run_script, code, f"{name}.py", folder, store.port, late_s)
+        body = partial(run_as_rank, code, f"{name}.py", folder, store.port, late_s)
         with Processes(body, NUM_RANKS, "cpu", lambda rank, stream, data: said.append(data)) as ranks:
             ranks.collect(everyone, time.monotonic() + LIMIT_S, GRACE_S)
             errors = [f"rank {rank}: {ranks.describe_end(rank)}" for rank in ranks.ends if rank not in ranks.answers]
@@ -49,7 +49,7 @@ def run(name: str, code: str, late_s: float = 0.0) -> Outcome:
     return Outcome(tuple(errors), b"".join(said).decode(errors="replace"))
 
 
-def run_script(code: str, file: str, folder: str, port: int, late_s: float, rank: int, *_: object) -> Answer:
+def run_as_rank(code: str, file: str, folder: str, port: int, late_s: float, rank: int, *_: object) -> Answer:
     """Run a script as one of torchrun's ranks; what it writes into the current folder is removed with it."""
     meeting_point = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(meeting_point, TMPDIR=folder)

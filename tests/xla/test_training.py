@@ -69,9 +69,9 @@ def test_losses_shards_and_collectives(replicas, folder, plain):
     assert len(results) == replicas
     for one in runs:
         name, tensors = one["name"], beside.tensors_by_unit(beside.build_model(one["model"]), UNITS[one["cut"]])
-        assert beside.largest_difference(beside.mean_losses(results, name), plain[one["model"]]) < beside.TOLERANCE, (
-            name
-        )
+        assert (
+            beside.largest_difference(beside.mean_over_replicas(results, name), plain[one["model"]]) < beside.TOLERANCE
+        ), name
         kept = {result[name]["parameters"] for result in results}
         assert kept == {beside.kept_values(tensors, replicas, flatten=one["flatten"])}, name
         expected = beside.expected_ops(tensors, flatten=one["flatten"], reshard=one["reshard"])
@@ -89,7 +89,10 @@ def test_replicas_that_all_take_the_same_part_train_something_else(folder, plain
     """The fault is in the script; everything else is as ever."""
     monkeypatch.setattr(xla, "SCRIPTS", Path(__file__).with_name("faults"))
     results = xla.run_script("same_part", folder, {"replicas": 2, "runs": [run("nested", cut="nested")]})
-    assert beside.largest_difference(beside.mean_losses(results, "nested"), plain["simple"]) > 100 * beside.TOLERANCE
+    assert (
+        beside.largest_difference(beside.mean_over_replicas(results, "nested"), plain["simple"])
+        > 100 * beside.TOLERANCE
+    )
 
 
 @pytest.mark.xla
@@ -126,7 +129,9 @@ def test_saved_resumed_and_consolidated(replicas, folder, plain):
     }
     losses = []
     for name, half in halves.items():
-        losses += beside.mean_losses(xla.run_script("train", folder, {"replicas": replicas, "runs": [half]}), name)
+        losses += beside.mean_over_replicas(
+            xla.run_script("train", folder, {"replicas": replicas, "runs": [half]}), name
+        )
     assert beside.largest_difference(losses, plain["simple"]) < beside.TOLERANCE
     weights = xla.consolidate_shards(folder, f"final{replicas}")
     differences = beside.answer_differences(weights, folder, "simple", LAYERS)
@@ -147,7 +152,7 @@ def test_spmd_is_the_same_training(folder, plain):
 @pytest.mark.long
 def test_optimizer_step_of_xm_is_another_training(folder, plain):
     settings = {"replicas": 2, "runs": [run("xm", cut="nested", xm_step=True)]}
-    losses = beside.mean_losses(xla.run_script("train", folder, settings), "xm")
+    losses = beside.mean_over_replicas(xla.run_script("train", folder, settings), "xm")
     assert beside.largest_difference(losses[:1], plain["simple"][:1]) < 1e-5 < abs(losses[1] - plain["simple"][1])
 
 

@@ -35,7 +35,7 @@ PAGE = """<!doctype html>
 
 def page(title: str, body: str, *styles: Path) -> str:
     """Return a complete HTML page. `styles` are CSS files, which are added after the code colors."""
-    sheets = [code_colors(), *(path.read_text() for path in styles)]
+    sheets = [highlighting_styles(), *(path.read_text() for path in styles)]
     return PAGE.format(title=escape(title), styles="\n".join(sheets), body=body)
 
 
@@ -81,7 +81,7 @@ def title_of(notebook: nbformat.NotebookNode) -> str:
 
 
 @cache
-def code_colors() -> str:
+def highlighting_styles() -> str:
     return HtmlFormatter(style="default").get_style_defs(".highlight")
 
 

@@ -117,7 +117,9 @@ def read_torchrun(fresh_store: str, shutdown_s: str, *arguments: str) -> Torchru
     return Torchrun(fresh_store, str(timeout_s or DEFAULT_SHUTDOWN_S), options)
 
 
-def run_script(path: str, told: dict[str, str], job: int, nodes: tuple[str, ...], *, ends: bool) -> tuple[Done, int]:
+def run_job_script(
+    path: str, told: dict[str, str], job: int, nodes: tuple[str, ...], *, ends: bool
+) -> tuple[Done, int]:
     """Run the script with stand-ins until it exits; if `ends` is false, signal it once all torchruns have started."""
     with tempfile.TemporaryDirectory(prefix="fsdp_helpers-") as name:
         folder, left_early = Path(name), False
@@ -309,7 +311,7 @@ def _check_directives(told: dict[str, str]) -> None:
 
 
 def _run_to_its_end(path: str, told: dict[str, str], job: int) -> Done:
-    done, status = run_script(path, told, job, NODES, ends=True)
+    done, status = run_job_script(path, told, job, NODES, ends=True)
     _expect_one_per_node(done, NODES)
     expect(status == 0, f"every torchrun succeeded, but the script exited with status {status}")
     expect("scontrol requeue" not in done.calls, "training had finished, but the script requeued the job")
@@ -318,7 +320,7 @@ def _run_to_its_end(path: str, told: dict[str, str], job: int) -> Done:
 
 def _run_out_of_time(path: str, told: dict[str, str], job: int) -> Done:
     """Run the script until its time is up, as if it were submitted to fewer nodes with different names."""
-    done, _ = run_script(path, told, job, FEWER, ends=False)
+    done, _ = run_job_script(path, told, job, FEWER, ends=False)
     _expect_one_per_node(done, FEWER)
     expect(
         done.num_asked == len(FEWER),

@@ -1,1 +1,1 @@
-"""Rank functions that each show one idea; the notebooks display them, then run them."""
+"""Rank functions and complete jobs that notebooks show and launch, and torchrun, XLA and accelerate, started from cells."""

@@ -138,6 +138,6 @@ def expected_ops(tensors: Sequence[Sequence[int]], *, flatten: bool = False, res
     return {"all-gather": root + (2 if reshard else 1) * sum(others), "reduce-scatter": root + sum(others)}
 
 
-def mean_losses(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
+def mean_over_replicas(replicas: Sequence[Mapping[str, Mapping]], name: str) -> list[float]:
     """Return a run's losses over the global batch: the mean of its replicas' losses (batch sizes are equal)."""
     return np.mean([replica[name]["losses"] for replica in replicas], axis=0).tolist()
