@@ -137,7 +137,7 @@ def read_plan(options: argparse.Namespace) -> tuple[Subject, Plan]:
 
 
 def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
-    """Return the settings. If --global-batch is given, it determines the number of micro-batches."""
+    """Return the settings, with micro-batches from --global-batch if it's given. Raises ValueError for bad ones."""
     has_bf16 = options.device and "bf16" in named_device(options.device).peak_flops and not subject.refused("bf16")
     given = {"precision": "bf16" if has_bf16 else "fp32"} | given_settings(vars(options), TRAINING_FLAGS)
     settings = Settings(batch=_batch(options, subject), **given)
@@ -156,7 +156,7 @@ def read_settings(options: argparse.Namespace, subject: Subject) -> Settings:
 
 
 def read_subject(options: argparse.Namespace) -> Subject:
-    """Return the model that the arguments specify by name or by config file."""
+    """Return the model that is given by name or by config file. Raises ValueError for one that can't be planned."""
     if options.model and options.model not in LLAMA_SHAPES:
         for flag, given in {
             "context": options.context,

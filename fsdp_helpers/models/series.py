@@ -128,7 +128,7 @@ def build_model(name: str, *, dropout: bool = True) -> nn.Module:
     """Build the named model, freshly initialized.
 
     `dropout=False` sets every dropout probability to zero, for comparing one process with many. Each rank draws
-    its own dropout masks, so with dropout, the two runs' losses would differ.
+    its own dropout masks, so with dropout, the two runs' losses would differ. Raises ValueError for an unknown name.
     """
     if name not in MODEL_CLASSES:
         raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODEL_CLASSES)}")

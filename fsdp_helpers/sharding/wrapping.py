@@ -24,6 +24,7 @@ def size_policy(min_num_params: int, tied: Set[nn.Module] = frozenset()) -> Poli
     """Return a policy that makes a module a unit if at least `min_num_params` of its parameters aren't in inner units.
 
     The policy skips the modules in `tied` (see `holders_of_ties`); their parameters go into a unit around all of them.
+    Raises ValueError for a negative number.
     """
     if min_num_params < 0:
         raise ValueError(f"min_num_params is {min_num_params}; it must be 0 or more")

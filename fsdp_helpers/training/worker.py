@@ -121,7 +121,10 @@ def train_epochs(
 
 
 def load_rank_data(config: TrainConfig, device: torch.device) -> Dataset:
-    """Load the images that `config` names; every rank has the entire data set on its device."""
+    """Load the images that `config` names, all of them on every rank's device.
+
+    Raises DataError if ranks find different data, and ValueError as `check_data_size` does.
+    """
     dataset = load_data(config.data_dir, train_images=config.train_images, test_images=config.test_images)
     if len(set(gather_over_ranks(dataset.source))) > 1:
         raise DataError("some ranks find MNIST and others don't; give every machine the same data folder")

@@ -199,7 +199,7 @@ class ShardedBlock:
         return self.whole.untyped_storage().nbytes()
 
     def gather(self, whole: Tensor) -> None:
-        """Fill `whole`, (padded number of parameters,), from all ranks; the reader's hooks call this."""
+        """Fill `whole`, (padded number of parameters,), from all ranks, for hooks; an empty storage is a ValueError."""
         if whole.data_ptr() == 0:
             raise ValueError("gather can't fill a tensor whose storage is still empty")
         dist.all_gather_into_tensor(whole, self.shard)

@@ -149,7 +149,10 @@ def local_bytes(model: nn.Module) -> int:
 
 
 def compare_checkpoints(first: str, second: str) -> dict[str, tuple[int, int, float]]:
-    """Compare two files from `save_ddp`; return the tensor count, value count and largest difference for each part."""
+    """Return the tensors, values and largest difference in each part of two files of `save_ddp`.
+
+    Raises ValueError if their tensors have different names.
+    """
     parts = [tensors_by_part(torch.load(path, weights_only=True)) for path in (first, second)]
     compared = {}
     for part, tensors in parts[0].items():
