@@ -28,7 +28,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def made_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+def replace_with_fakes(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
     """Replace each parameter and buffer in place with a fake tensor on the CPU, in `dtype` if it's floating-point.
 
     Returns the model. Tied parameters stay tied.

@@ -55,10 +55,10 @@ def trace_copies(model: nn.Module) -> Iterator[list[OffloadCopy]]:
         yield found
     finally:
         Tensor.to = to
-    found += named_copies(model, seen)
+    found += name_offload_copies(model, seen)
 
 
-def named_copies(model: nn.Module, seen: Sequence[Seen]) -> list[OffloadCopy]:
+def name_offload_copies(model: nn.Module, recorded: Sequence[Seen]) -> list[OffloadCopy]:
     """Return the recorded copies, named after `model`'s parameters; empty shards of small parameters are left out."""
     parameters = {_memory(parameter): name for name, parameter in model.named_parameters()}
     gradients = {
@@ -74,7 +74,7 @@ def named_copies(model: nn.Module, seen: Sequence[Seen]) -> list[OffloadCopy]:
             start_s=start_s,
             was_made=_memory(before) != _memory(after),
         )
-        for start_s, before, after in seen
+        for start_s, before, after in recorded
         if after.nbytes
     ]
 

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_helpers.measuring.fake_trace import FakeTrace, fake_batch, fake_tensors, is_meta, made_fake
+from fsdp_helpers.measuring.fake_trace import FakeTrace, fake_batch, fake_tensors, is_meta, replace_with_fakes
 from fsdp_helpers.measuring.step_profile import StepMarks, cast_inputs, cast_parameters, measure_step, profile_from
 from fsdp_helpers.planning.advice import verdict
 from fsdp_helpers.planning.models import Subject
@@ -128,7 +128,7 @@ def measured_subject(
         forward_flops=lambda samples: sum(flops_of(samples)[0].values()),
         unit_flops=lambda samples: flops_of(samples)[0],
         attention_flops=lambda samples: flops_of(samples)[1],
-        refused=partial(refused_precision, batch_norms(model)),
+        refused=partial(refused_precision, find_batch_norms(model)),
     )
 
 
@@ -160,7 +160,7 @@ def find_units(
     return recomputed, tuple(name for name in named if name and name in {*recomputed, *unit_names})
 
 
-def batch_norms(model: nn.Module) -> list[str]:
+def find_batch_norms(model: nn.Module) -> list[str]:
     """Return the names of the model's BatchNorm modules."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
@@ -185,7 +185,7 @@ def fake_step(
     """Return a step profile for a model that has no values, as `measure_step` does, but with fake tensors."""
     casts = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
     with fake_tensors() as mode, needs_no_values(type(model).__name__):
-        made_fake(model, mode, _dtype(precision))
+        replace_with_fakes(model, mode, _dtype(precision))
         part = fake_batch(batch, mode)
         if precision == "bf16":
             cast_parameters(model)
@@ -266,7 +266,7 @@ def count_flops(
         if mode is None:
             model = model.to(device)
         else:
-            made_fake(model, mode, torch.float32)
+            replace_with_fakes(model, mode, torch.float32)
             batch = fake_batch(batch, mode)
         with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             with attention_counted(counter) as attention:

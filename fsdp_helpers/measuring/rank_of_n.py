@@ -81,15 +81,15 @@ def fake_parts() -> tuple[dist.Store, object]:
     return FakeStore(), options
 
 
-def can_imagine(strategy: str) -> bool:
+def can_fake_ranks(strategy: str) -> bool:
     """Return True if this version of torch can fake the other ranks under `strategy`; for DDP, torch 2.11 can't."""
     # torch 2.11's fake group never completes a collective that DDP waits for
     return strategy != "ddp" or hasattr(fake_parts()[1], LIKE_THIS_ONE)
 
 
-def check_can_imagine(strategy: str) -> None:
+def check_can_fake_ranks(strategy: str) -> None:
     """Raise RuntimeError if this version of torch can't fake the other ranks under `strategy`."""
-    if not can_imagine(strategy):
+    if not can_fake_ranks(strategy):
         raise RuntimeError(
             f"torch {torch.__version__} can't fake DDP's other ranks, only FSDP's; torch 2.15 can do both"
         )
@@ -97,7 +97,7 @@ def check_can_imagine(strategy: str) -> None:
 
 def measure_rank_of_n(config: TrainConfig, world_size: int, rank: int = 0) -> RankOfN:
     """Measure one of `world_size` ranks in a run with `config`, on the CPU, with the other ranks faked."""
-    check_can_imagine(config.strategy)
+    check_can_fake_ranks(config.strategy)
     with fake_group(world_size, rank):
         return measure_this_rank(rank, world_size, config)
 
@@ -133,7 +133,7 @@ def measure_own_rank_of_n(
     Only the strategy, the API and the memory levers in `config` matter. `units` names the FSDP units below the root,
     which are recomputed if activation checkpointing is on.
     """
-    check_can_imagine(config.strategy)
+    check_can_fake_ranks(config.strategy)
     with fake_group(world_size, rank):
         return trace_steps(lambda: distribute_model(build(), config, units), loss_of)
 

@@ -6,7 +6,7 @@ from torch import nn
 from workers_for_tests import offloaded_step
 
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy, named_copies, trace_copies
+from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy, name_offload_copies, trace_copies
 from fsdp_helpers.models.series import VisionTransformer
 from fsdp_helpers.planning.traffic import padded_params
 from fsdp_helpers.ranks.launch import launch
@@ -41,7 +41,7 @@ def test_the_unit_of_a_copy_is_the_innermost_one():
 def test_an_empty_shard_of_a_small_parameter_is_no_copy():
     model, empty = nn.Linear(2, 2), torch.empty(0)
     shard = model.weight.detach()
-    assert [copy.name for copy in named_copies(model, [(0.0, shard, shard), (0.1, empty, empty)])] == ["weight"]
+    assert [copy.name for copy in name_offload_copies(model, [(0.0, shard, shard), (0.1, empty, empty)])] == ["weight"]
 
 
 def test_the_copies_of_a_step_with_offload(digits_dir):

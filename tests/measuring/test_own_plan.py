@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from imagined import imagines_ddp
+from faked_ranks import fakes_ddp
 from torch import nn
 
 from fsdp_helpers.config import TrainConfig
@@ -86,7 +86,7 @@ UNITS = {"strategy": "fsdp-auto-wrap"}
 @pytest.mark.parametrize(
     "name, run",
     [  # a telling case of each; the zoo has more models and settings, on real ranks
-        pytest.param("a convolutional net", {"strategy": "ddp"}, marks=imagines_ddp),
+        pytest.param("a convolutional net", {"strategy": "ddp"}, marks=fakes_ddp),
         ("an encoder and a decoder", UNITS),
         ("tied weights", UNITS),
         ("a convolutional net", UNITS | {"activation_checkpointing": "units"}),

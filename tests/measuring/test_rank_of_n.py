@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from imagined import imagines_ddp
+from faked_ranks import fakes_ddp
 
 from fsdp_helpers.config import TrainConfig
 from fsdp_helpers.measuring import rank_of_n
-from fsdp_helpers.measuring.rank_of_n import RankOfN, can_imagine, fake_group, measure_rank_of_n, measure_this_rank
+from fsdp_helpers.measuring.rank_of_n import RankOfN, can_fake_ranks, fake_group, measure_rank_of_n, measure_this_rank
 from fsdp_helpers.measuring.step_profile import measure_run, units_of
 from fsdp_helpers.planning.own_shards import own_state
 from fsdp_helpers.planning.peak import walk_step
@@ -43,7 +43,7 @@ def expect_as_predicted(config: TrainConfig, found: RankOfN, *, backend: str, to
     assert found.num_units == (len(units) + 1 if config.is_sharded else 0)
 
 
-@pytest.mark.parametrize("name", [pytest.param("DDP", marks=imagines_ddp), *[name for name in RUNS if name != "DDP"]])
+@pytest.mark.parametrize("name", [pytest.param("DDP", marks=fakes_ddp), *[name for name in RUNS if name != "DDP"]])
 def test_a_rank_of_64(name):
     config = settings(64, **RUNS[name])
     expect_as_predicted(config, measure_rank_of_n(config, 64), backend="fake")
@@ -52,7 +52,7 @@ def test_a_rank_of_64(name):
 @pytest.mark.parametrize("name", LEVERS)
 def test_levers_on_a_rank_of_1024(name):
     config = settings(1024, **LEVERS[name])
-    tolerance = 0.02 if can_imagine("ddp") else 0.05  # torch 2.11 keeps more of what it recomputes
+    tolerance = 0.02 if can_fake_ranks("ddp") else 0.05  # torch 2.11 keeps more of what it recomputes
     expect_as_predicted(config, measure_rank_of_n(config, 1024), backend="fake", tolerance=tolerance)
 
 
@@ -65,7 +65,7 @@ def test_another_rank_than_the_first():
     expect_as_predicted(config, first, backend="fake")
 
 
-@pytest.mark.parametrize("run", ["FSDP2, cut", pytest.param("DDP", marks=imagines_ddp)])
+@pytest.mark.parametrize("run", ["FSDP2, cut", pytest.param("DDP", marks=fakes_ddp)])
 def test_real_ranks_agree(run):
     """The same function within a real group, of two processes."""
     config = settings(2, **RUNS[run])
@@ -76,7 +76,7 @@ def test_real_ranks_agree(run):
     assert alone.state == real[0].state and alone.sent_bytes == real[0].sent_bytes
 
 
-def test_a_torch_that_cannot_imagine_the_others(monkeypatch):
+def test_a_torch_that_cannot_fake_the_others(monkeypatch):
     monkeypatch.setattr(rank_of_n, "LIKE_THIS_ONE", "no_such_option")
     with pytest.raises(RuntimeError, match="can't fake DDP's other ranks"):
         measure_rank_of_n(settings(4, strategy="ddp"), 4)

@@ -3,7 +3,7 @@
 from statistics import median
 
 import pytest
-from imagined import imagines_ddp
+from faked_ranks import fakes_ddp
 from planning_errors import RECORD, RUNS
 
 from fsdp_helpers.measuring.prediction_errors import ErrorRow, Run, measure_errors, read_errors
@@ -26,7 +26,7 @@ def test_the_kept_table_is_whole_and_keeps_its_promise(kept):
     expect_within(list(kept.values()))
 
 
-@imagines_ddp
+@fakes_ddp
 def test_a_part_of_it_measured_again(kept):
     """One rank of N repeats to the byte, but for what torch allocates differently from release to release."""
     rows = list(measure_errors(Run("vit-mnist", variant, 64, False) for variant in ("DDP", "auto-wrap")))
