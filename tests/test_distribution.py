@@ -60,7 +60,7 @@ def tree_of(text: str) -> list[str]:
     return paths
 
 
-def test_the_tree_of_the_files_names_every_room_and_nothing_that_is_gone():
+def test_the_tree_of_the_files_names_every_subpackage_and_nothing_that_is_gone():
     section = (PROJECT / "CONTRIBUTING.md").read_text().partition("\n## The files\n")[2]
     named = tree_of(section.split("```\n")[1])
     assert [path for path in named if not (PROJECT / path).exists()] == []
