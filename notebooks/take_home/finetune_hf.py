@@ -104,7 +104,7 @@ def end_together(message: str, status: int) -> None:
     if dist.get_rank() == 0:
         print(f"finetune_hf.py: {message}", file=sys.stderr, flush=True)
     dist.barrier()
-    sys.exit(status)
+    os._exit(status)  # a leftover gloo thread can abort Python's cleanup, and then the status is another one
 
 
 def from_rank_0(find: Callable):

@@ -44,6 +44,7 @@ def check_choice(
     monkeypatch.setattr(script.socket, "gethostname", lambda: "a")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(os, "_exit", sys.exit)  # how the script ends on all ranks at once
     for variable, value in {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"}.items():
         monkeypatch.setenv(variable, value)
     try:
