@@ -191,12 +191,22 @@ def average_and_wait(state: None, bucket: dist.GradBucket) -> torch.futures.Futu
 def unit_names(model: nn.Module) -> list[str]:
     """Return the names that the FSDP units in `model` have in the plain model; the root is called "root".
 
-    A list of modules that `fully_shard` was given is one unit, with the name of the first.
+    A list of modules that `fully_shard` was given is one unit, with the name of the first. A module whose parameters
+    all belong to other units is none: it gathers nothing.
     """
+    sharded = {
+        name: fully_shard.state(module) if isinstance(module, FSDPModule) else module
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel | FSDPModule)
+    }
+    owners = set()
+    for name, _ in model.named_parameters():
+        while name and name not in sharded:
+            name = name.rpartition(".")[0]  # the module that has the parameter, then the one around it
+        owners.add(sharded.get(name))
     units = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel | FSDPModule):
-            state = fully_shard.state(module) if isinstance(module, FSDPModule) else module
+    for name, state in sharded.items():
+        if state in owners:
             units.setdefault(state, plain_name(name) or "root")
     return list(units.values())
 

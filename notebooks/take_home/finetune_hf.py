@@ -4,11 +4,13 @@ Run it with `torchrun --nproc-per-node 8 finetune_hf.py MODEL DATA --out RUN`. I
 each of its ranks, or the CPU if no host has any. A loss or gradient that isn't finite ends the run, and harms nothing.
 
 MODEL is a folder with config.json, safetensors files and a tokenizer; `AutoModelForCausalLM` builds the model. (If it
-has no tokenizer and a vocabulary of 256, tokens are bytes.) DATA is a text file with blank lines between documents, or
-JSON lines (`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}. The loss covers texts,
-completions, and the assistant's turns. Texts longer than --length are split, and longer conversations are cut off. As
-many documents as fit are packed into a row, unless the model's attention would mix them. Checkpoints and log.jsonl go
-in RUN, and so does the finished model (or the adapter), in its own folder.
+has no tokenizer and a vocabulary of 256, tokens are bytes.) Mixtures of experts, encoders, and models whose loss in
+chunks isn't that of their own logits are refused. DATA is a text file with blank lines between documents, or JSON lines
+(`.jsonl`): {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}, with "tools" if the template knows
+them. The loss covers texts, completions, and the assistant's turns, except those with "weight": 0. Texts longer than
+--length are split, and longer conversations are cut off. As many documents as fit are packed into a row, unless the
+model's attention would mix them. Checkpoints and log.jsonl go in RUN, and so does the finished model (or the adapter),
+in its own folder.
 
 Run the same command again to continue from the newest checkpoint, on any number of ranks. Between two runs, you may
 change --lr, --warmup, --steps, --epochs, and anything that doesn't affect the result. A different --batch, --length,
@@ -20,6 +22,7 @@ import bisect
 import ctypes
 import fcntl
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -258,10 +261,10 @@ class Document:
 
 def read_documents(path: Path, tokenizer) -> Iterator[Document]:
     if path.suffix not in (".json", ".jsonl"):
-        for text in path.read_text().split("\n\n"):
+        for text in re.split(r"\n\s*\n", path.read_text(encoding="utf-8-sig")):  # a blank line may hold spaces
             yield Document("text", [(text, True)])
         return
-    with path.open() as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
@@ -271,27 +274,41 @@ def read_documents(path: Path, tokenizer) -> Iterator[Document]:
 
 
 def document_of(entry: dict, tokenizer) -> Document:
+    """Raise ValueError for an entry that isn't as the module's docstring says."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"it's a {type(entry).__name__}; each line must be an object")
     if "messages" in entry:
-        return document_of_messages(entry["messages"], tokenizer)
+        return document_of_messages(entry["messages"], entry.get("tools"), tokenizer)
     if "completion" in entry:
-        return Document("prompt", [(entry["prompt"], False), (entry["completion"], True)])
+        prompt, completion = entry.get("prompt"), entry["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Document("prompt", [(prompt, False), (completion, True)])
+        if isinstance(prompt, list) and isinstance(completion, list):
+            messages = [*({**message, "weight": 0} for message in prompt), *completion]
+            return document_of_messages(messages, entry.get("tools"), tokenizer)
+        raise ValueError('"prompt" and "completion" have to be two texts, or two lists of messages')
     if "text" in entry:
+        if not isinstance(entry["text"], str):
+            raise ValueError(f'"text" is {entry["text"]!r}, which isn\'t a text')
         return Document("text", [(entry["text"], True)])
     raise ValueError(f'it has {sorted(entry)}, but neither "text" nor "messages" nor "prompt" and "completion"')
 
 
-def document_of_messages(messages: list[dict], tokenizer) -> Document:
+def document_of_messages(messages: list[dict], tools: list | None, tokenizer) -> Document:
     """Split a rendered conversation where the assistant's turns begin and end, so that we train only on those turns.
 
+    A turn whose `weight` is 0 isn't trained on.
     Some templates rewrite earlier turns (to drop their reasoning). We don't train on those turns; we only count them.
     """
     if not tokenizer.chat_template:
         raise ValueError('"messages" need a chat template, but the tokenizer has none; use "prompt" and "completion"')
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    if odd := [message["weight"] for message in messages if message.get("weight", 1) not in (0, 1)]:
+        raise ValueError(f"a message has the weight {odd[0]}; this script knows 0 (not trained on) and 1")
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     full = render(messages)
     segments, done, num_rewritten = [], 0, 0
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or message.get("weight") == 0:
             continue
         before = render(messages[:index], add_generation_prompt=True)
         after = render(messages[: index + 1])
@@ -319,8 +336,10 @@ def encode(document: Document, tokenizer) -> tuple[list[int], list[bool]]:
         tokens += found
         learned += [is_learned] * len(found)
     end = tokenizer.eos_token_id
-    if not (is_chat and any(token == end and own for token, own in zip(tokens, learned, strict=True))):
-        tokens.append(end)  # an answer in a chat may already have one
+    has_end = is_chat and any(token == end and own for token, own in zip(tokens, learned, strict=True))
+    is_unanswered = is_chat and learned[-1:] == [False]
+    if not has_end and not is_unanswered:  # an answer in a chat may already have one
+        tokens.append(end)
         learned.append(True)
     return tokens, learned
 
@@ -491,12 +510,16 @@ class TokenLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the summed loss or, without targets, the last hidden states.
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        """Return the summed loss or, without targets, the last hidden states; without positions, the model's logits.
 
         All inputs have shape (rows, length). A position of 0 begins a new document.
         """
-        output = self.model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)
+        if positions is None:
+            return self.model(input_ids=tokens, use_cache=False).logits
+        decoder = self.model.get_decoder()
+        places = {"position_ids": positions} if takes_positions(decoder) else {}
+        output = decoder(input_ids=tokens, use_cache=False, **places)
         hidden = output.last_hidden_state
         if targets is None:
             return hidden
@@ -511,13 +534,17 @@ class TokenLoss(nn.Module):
 
         The model's `forward` computes logits, since some models scale or cap them.
         """
-        decoder = self.model.base_model
+        decoder = self.model.get_decoder()
         decoder.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         try:
-            logits = self.model(input_ids=None, use_cache=False).logits[0]
+            logits = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
         finally:
             del decoder.forward
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def takes_positions(decoder: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(decoder.forward).parameters
 
 
 def read_config(folder: Path) -> transformers.PretrainedConfig:
@@ -526,7 +553,7 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except ValueError as error:  # a model that this version doesn't know, or whose code is in its own folder
-        refuse(f"{folder}: {str(error).splitlines()[0]}")
+        refuse(f"{folder}: {first_line(error)}")
     if any((getattr(config, name, None) or 0) > 1 for name in EXPERTS):
         refuse(f"{folder} is a mixture of experts, whose routers need an extra loss that this script doesn't have")
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
@@ -572,12 +599,18 @@ def tensors_in_files(folder: Path) -> dict[str, FileTensor]:
 
 def build(config: transformers.PretrainedConfig, arguments: argparse.Namespace) -> nn.Module:
     """Return the model on the meta device, where tensors have shapes but no memory."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=arguments.attention
-        )
-    if model.base_model is model:
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=arguments.attention
+            )
+        decoder = model.get_decoder()
+    except Exception as error:  # of the model's own code, or because of a wrong --attention
+        refuse(f"{arguments.model}: {first_line(error)}")
+    if decoder is model:
         refuse(f"{type(model).__name__} has no decoder below its head")
+    if model.config.is_encoder_decoder:
+        refuse(f"{type(model).__name__} needs an encoder's output, which this script doesn't have")
     return model
 
 
@@ -618,6 +651,10 @@ def are_different(folder: Path, files: dict[str, FileTensor], one: str, other: s
             return True
         rows = range(0, files[one].shape[0], 4096)
         return any(not torch.equal(left[row : row + 4096], right[row : row + 4096]) for row in rows)
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def first_of(names: list[str]) -> str:
@@ -683,12 +720,41 @@ def load(loss: TokenLoss, folder: Path, names: dict[str, str], device: torch.dev
             setattr(module, name, buffer.to(device))
 
 
+@torch.no_grad()
+def check_model(loss: TokenLoss, device: torch.device) -> None:
+    """End the run if the loss isn't that of the model's own logits, or if an output depends on later tokens."""
+    row = torch.arange(1, 9, device=device)[None] % loss.model.config.get_text_config().vocab_size
+    other = torch.cat([row[:, :-1], row[:, :1]], dim=1)  # another last token
+    positions = torch.arange(8, device=device)[None]
+    tolerance = 1e-5 if compute_dtype(device) == torch.float32 else 1e-2
+    name, problem = type(loss.model).__name__, None
+    loss.eval()
+    try:
+        wanted = F.cross_entropy(loss(row)[0, :-1].float(), row[0, 1:], reduction="sum").item()
+        summed = loss(row[:, :-1], positions[:, :-1], row[:, 1:]).item()
+        hidden = [loss(tokens, positions)[:, :-1] for tokens in (row, other)]
+        if not torch.allclose(*hidden, rtol=tolerance, atol=tolerance):
+            problem = f"{name} isn't causal: a token's output depends on later tokens"
+        elif not math.isclose(summed, wanted, rel_tol=tolerance):
+            problem = f"{name}: the loss in chunks is {summed:.6f}, but that of the model's own logits is {wanted:.6f}"
+    except torch.OutOfMemoryError:  # of one rank, perhaps
+        raise
+    except Exception as error:  # of the model's own code, on all ranks
+        problem = f"this script can't train {name}: {type(error).__name__}: {first_line(error)}"
+    if problem:
+        end_together(problem, status=2)
+    loss.train()
+    loss.reshard()
+
+
 def documents_are_apart(loss: TokenLoss, device: torch.device, num_rows: int) -> bool:
     """Return whether a row's second document gets the same outputs when the first one changes.
 
-    We try `num_rows` equal rows at a time, as in training: with flash attention, transformers keeps documents apart
+    A model without position IDs can't tell documents apart. We try `num_rows` equal rows at a time, as in training: with flash attention, transformers keeps documents apart
     only in a single row.
     """
+    if not takes_positions(loss.model.get_decoder()):
+        return False
     num_tokens = loss.model.config.get_text_config().vocab_size
     rows = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]], device=device) % num_tokens
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * num_rows, device=device)
@@ -1174,6 +1240,7 @@ def main(arguments: argparse.Namespace) -> torch.device:
     load(loss, arguments.model, names, device, arguments.offload)
     draw_adapters(model, adapted, arguments.seed)
     describe(loss, units)
+    check_model(loss, device)
     arguments.packed = documents_are_apart(loss, device, arguments.micro_batch)
     rows = Rows(arguments)
     kind = "packed" if arguments.packed else "padded"

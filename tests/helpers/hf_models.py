@@ -8,15 +8,18 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
+    OPTConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    RobertaConfig,
 )
 
 WORDS, END, ASSISTANT = 60, 61, 63
@@ -37,6 +40,8 @@ OWN = {
     "gemma3": {"head_dim": 8, "sliding_window": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 8},  # caps its logits
     "mixtral": {"num_local_experts": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "roberta": {"is_decoder": True, "pad_token_id": 1},
 }
 CLASSES = {
     "llama": LlamaConfig,
@@ -45,6 +50,9 @@ CLASSES = {
     "gemma2": Gemma2Config,
     "phi3": Phi3Config,
     "mixtral": MixtralConfig,
+    "opt": OPTConfig,
+    "bert": BertConfig,
+    "roberta": RobertaConfig,
 }
 SMALL_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}
 

@@ -6,10 +6,12 @@ import io
 import math
 import os
 import signal
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,7 +86,11 @@ def interrupt(script: ModuleType) -> None:
 def run_seen(script: ModuleType, words: list[str]) -> Seen:
     seen = Seen()
     watch(script, seen)
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(printed),
+        mock.patch.object(os, "_exit", sys.exit),  # how the script ends on all ranks at once
+    ):
         try:
             script.main(script.read_arguments(words))
         except Refused as refused:

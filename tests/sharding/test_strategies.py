@@ -319,10 +319,12 @@ def test_ddp_waits_for_its_buckets_under_a_time_out_alone(monkeypatch):
     assert hooks == [(model, None, strategies.average_and_wait)]
 
 
-def test_a_list_of_modules_is_one_unit():
+def test_a_list_of_modules_is_one_unit_and_a_root_without_parameters_is_none():
     with fake_group(2):
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
         for pair in (model[:2], model[2:4]):
             fully_shard([*pair])
         fully_shard(model)
         assert strategies.unit_names(model) == ["root", "0", "2"] and strategies.count_units(model) == 3
+        model = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4)))
+        assert strategies.unit_names(fully_shard(model)) == ["0", "1"]

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
@@ -96,7 +97,9 @@ def losses(run: Path) -> list[float]:
 
 def train_alone(folder: Path, run: Path, words: list, model=None) -> tuple[list[float], torch.nn.Module]:
     """The losses and the model of one process that computes one document at a time: the answer of a page of code."""
-    rows = rows_of(words, packed=run.name != "padded")  # which documents a step has; their tokens are looked at
+    rows = rows_of(
+        words, packed=not run.name.startswith(PADDED)
+    )  # which documents a step has; their tokens are looked at
     arguments = SCRIPT.read_arguments(list(map(str, words)))
     model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
@@ -155,8 +158,10 @@ MODELS = {
     "gemma3": ("gemma3", torch.float32, {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", torch.float32, {"tie_word_embeddings": True}),
     "gpt2": ("gpt2", torch.float32, {}),
+    "opt": ("opt", torch.float32, {}),
     "phi3": ("phi3", torch.bfloat16, {"tie_word_embeddings": False}),
 }
+PADDED = ("padded", "opt")  # OPT's attention doesn't keep the documents of a row apart
 LONG = ("gemma2", "phi3")  # part of the long evidence
 FAST = [name for name in MODELS if name not in LONG]
 
@@ -209,7 +214,8 @@ def others_on_two(home) -> dict[str, list[Seen]]:
 
 @pytest.fixture(scope="module")
 def on_three(home, on_two) -> dict[str, list[Seen]]:
-    runs = {"llama": words_of(home, "llama", "llama-3"), "again": words_of(home, "llama", "again-on-3")}
+    runs = {name: words_of(home, name, f"{name}-3") for name in ("llama", "opt")}
+    runs |= {"again": words_of(home, "llama", "again-on-3")}
     runs["lora"] = words_of(home, "qwen3", "lora-again", "text.txt", "--lora-rank", 4)
     return launch_runs(runs, 3)
 
@@ -253,8 +259,9 @@ def test_padded_rows_equal_one_document_at_a_time(home, on_two):
     assert packed < 40
 
 
-def test_three_ranks_equal_two(home, on_three):
-    assert losses(home / "llama-3") == pytest.approx(losses(home / "llama-2"), rel=0, abs=1e-6)
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_three_ranks_equal_two(name, home, on_three):
+    assert losses(home / f"{name}-3") == pytest.approx(losses(home / f"{name}-2"), rel=0, abs=1e-6)
 
 
 def test_the_levers_are_there(home, on_two):
@@ -488,6 +495,49 @@ def test_an_answer_is_learned_with_its_end_and_nothing_else():
     assert (tokens, learned) == ([7, 8, END], [True] * 3)
 
 
+@pytest.mark.parametrize(
+    "entry, learned",
+    [
+        ({"messages": [("user", "w1"), ("assistant", "w2"), ("user", "w3")]}, [2, END]),  # nobody answers the last turn
+        ({"messages": [("user", "w1"), ("assistant", "w2", 0), ("user", "w3"), ("assistant", "w4", 1)]}, [4, END]),
+        (
+            {"prompt": [("user", "w1"), ("assistant", "w2"), ("user", "w3")], "completion": [("assistant", "w4")]},
+            [4, END],
+        ),
+        ({"messages": [("user", "w1"), ("assistant", "w2")], "tools": [{"name": "w5"}]}, [2, END]),
+    ],
+)
+def test_what_the_data_mark_as_not_to_be_learned_is_not(entry, learned):
+    def message(role, content, *weight):
+        return {"role": role, "content": content, **({"weight": weight[0]} if weight else {})}
+
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + tokenizer.chat_template
+    document = {name: [message(*turn) for turn in turns] if name != "tools" else turns for name, turns in entry.items()}
+    tokens, own = SCRIPT.encode(SCRIPT.document_of(document, tokenizer), tokenizer)
+    assert [token for token, is_own in zip(tokens, own, strict=True) if is_own] == learned
+    assert (5 in tokens) == ("tools" in entry)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ('{"text": 5}', '"text" is 5'),
+        ('{"prompt": "w1", "completion": {}}', "two texts, or two lists of messages"),
+        ('{"completion": "w1"}', "two texts, or two lists of messages"),
+        ('{"prompt": "w1"}', "it has ['prompt']"),
+        ('["w1"]', "it's a list"),
+        ('{"messages": [{"role": "assistant", "content": "w1", "weight": 0.5}]}', "the weight 0.5"),
+        ('{"text": "w1"', "Expecting"),
+    ],
+)
+def test_bad_entries_are_named_by_their_line(line, said, tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"text": "w1"}}\n\n{line}\n')
+    message = refused(capsys, list, SCRIPT.read_documents(path, make_tokenizer()))
+    assert f"{path}, line 3: " in message and said in message
+
+
 def test_a_template_that_rewrites_earlier_turns_is_told(tmp_path, capsys):
     """As those do that drop the thoughts of all answers except the last; the others aren't trained on."""
     tokenizer = make_tokenizer()
@@ -630,7 +680,7 @@ def test_tokenizers_that_lack_something(tmp_path, capsys):
 
 def test_empty_and_long_documents(tmp_path, capsys):
     data = tmp_path / "text.txt"
-    data.write_text("w1 w2\n\n\n\n  \n\n" + " ".join(f"w{index}" for index in range(20)))
+    data.write_text("\ufeffw1 w2\n\n\n\n  \n\t\n" + " ".join(f"w{index}" for index in range(20)))
     arguments = SCRIPT.read_arguments(["model", str(data), "--out", str(tmp_path), "--length", "8", "--held-out", "0"])
     arguments.packed, arguments.digest = True, "first"
     SCRIPT.tokenize_once(arguments, make_tokenizer(), 64)
@@ -690,6 +740,10 @@ def test_a_model_that_mixes_documents_is_padded():
         def forward(self, tokens, positions):
             return (tokens + positions)[..., None]
 
+    class Decoder:
+        def forward(self, position_ids):
+            pass
+
     class SeparatesOneRow(Separates):  # as flash attention does
         def forward(self, tokens, positions):
             return (super() if len(tokens) == 1 else Mixes()).forward(tokens, positions)
@@ -697,9 +751,33 @@ def test_a_model_that_mixes_documents_is_padded():
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     for kind, answers in ((Mixes, (False, False)), (Separates, (True, True)), (SeparatesOneRow, (True, False))):
         loss = kind()
-        loss.model = SimpleNamespace(config=config_of("llama"))
+        loss.model = SimpleNamespace(config=config_of("llama"), get_decoder=lambda: Decoder)
         found = [SCRIPT.documents_are_apart(loss, torch.device("cpu"), num_rows) for num_rows in (1, 2)]
         assert tuple(found) == answers, kind
+
+
+@pytest.mark.parametrize(
+    "kind, own, said",
+    [
+        ("llama", {}, None),
+        ("bert", {}, "BertLMHeadModel isn't causal: a token's output depends on later tokens"),
+        ("roberta", {}, "RobertaForCausalLM: the loss in chunks is "),  # its positions begin at 2
+        ("llama", {"vocab_size": 4}, "this script can't train LlamaForCausalLM: IndexError: "),
+    ],
+)
+def test_a_model_is_trained_only_if_the_loss_is_that_of_its_own_logits(kind, own, said, capsys, monkeypatch):
+    torch.manual_seed(0)
+    loss = SCRIPT.TokenLoss(AutoModelForCausalLM.from_config(config_of(kind)))
+    if "vocab_size" in own:  # a model whose own code fails
+        loss.model.set_input_embeddings(torch.nn.Embedding(4, 32))
+    loss.reshard = lambda: None
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    if said:
+        assert said in refused(capsys, SCRIPT.check_model, loss, torch.device("cpu"))
+    else:
+        SCRIPT.check_model(loss, torch.device("cpu"))
+        assert loss.training
 
 
 def test_the_model_is_tried_with_as_many_rows_as_a_micro_batch(home, on_two):
