@@ -68,6 +68,17 @@ def test_the_tree_of_the_files_names_every_subpackage_and_nothing_that_is_gone()
     assert {path for path in named if path.count("/") == 2 and path.startswith("fsdp_helpers/")} == subpackages
 
 
+def test_the_makefile_picks_tests_that_exist():
+    """A word that picks none would leave a check that passes with nothing to check."""
+    picks = re.findall(r'-k "([^"]+)"((?: tests/\S+\.py)+)', (PROJECT / "Makefile").read_text())
+    assert picks
+    for words, paths in picks:
+        source = "".join((PROJECT / path).read_text() for path in paths.split())
+        assert [
+            word for word in words.split(" or ") if not re.search(rf"^def test_\w*{word}", source, re.MULTILINE)
+        ] == []
+
+
 def test_a_clone_by_git_for_windows_keeps_scripts_that_run(tmp_path):
     """`core.autocrlf=true`, its default, would give every text file line ends that no shell reads."""
     if not (PROJECT / ".git").exists():
