@@ -101,7 +101,7 @@ def train_readers_cut(rank: int, world_size: int, shard_model: Callable) -> Find
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     yield bool(whole), f"{len(whole)} parameters aren't in any unit, including {first_of(whole)}"
     peak, limit = last.curve.peak_bytes, CUT_PEAK_BYTES[world_size]
-    because, *failures = why_peak_is_high(last.collectives)
+    because, *failures = hint_on_peak(last.collectives)
     too_high = f"the peak is {format_bytes(peak)}; the target is below {format_bytes(limit)}: {because}"
     yield peak >= limit, too_high, *failures
     num_collectives = len(last.collectives)
@@ -114,7 +114,7 @@ def train_readers_cut(rank: int, world_size: int, shard_model: Callable) -> Find
     return f"Right: on {{ranks}} ranks, with {with_what}."
 
 
-def why_peak_is_high(collectives: Sequence[Collective]) -> tuple:
+def hint_on_peak(collectives: Sequence[Collective]) -> tuple:
     """Return what raises a step's peak, judged from its collectives, and the failure that shows the same, if any."""
     gathered = [event.bytes for event in collectives if event.op == "all_gather"]
     num_units = len(collectives) - len(gathered)  # each unit's gradients are reduced once

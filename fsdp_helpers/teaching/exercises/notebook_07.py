@@ -67,7 +67,7 @@ def accumulate_by_reader(rank: int, world_size: int, add_up_gradients: Callable,
             optimizer.zero_grad()
         mean_loss(plain, *load_batch(step)).backward()
         inputs, labels = rank_batch(step, rank, world_size)
-        with trace_collectives() as seen, note_passes(model) as passes:
+        with trace_collectives() as seen, record_readers_passes(model) as passes:
             add_up_gradients(model, list(zip(inputs.chunk(PARTS), labels.chunk(PARTS), strict=True)), mean_loss)
         reduced = sum(event.op == "reduce_scatter" for event in seen)
         norms = ()
@@ -108,7 +108,7 @@ def as_number(given: Any) -> float | str:
 
 
 @contextmanager
-def note_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
+def record_readers_passes(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
     """Yield a list that gets a ("forward" or "backward", number of images) pair for each pass through `model`."""
     passes = []
 

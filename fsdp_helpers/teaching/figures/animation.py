@@ -200,7 +200,7 @@ def _moving(step: UnitTrace) -> Iterator[Part]:
     for text, start_s, end_s in captions(step):
         look = 'text-anchor="middle" font-weight="600" style="font-size:17px"'
         yield _for_a_while(_text((LEFT + RIGHT) / 2, 22, text, look), start_s, end_s)
-    for text, seen in in_progress(step):
+    for text, seen in labeled_collectives(step):
         name = f"{text}, {in_mb(seen.bytes)} MB"
         label = _text((LEFT + RIGHT) / 2, 46, name, 'text-anchor="middle" font-weight="600"')
         swatch = _bar((LEFT + RIGHT) / 2 - 150, 36, 24, seen.op)
@@ -314,7 +314,7 @@ def _blink(appears_s: float, from_y: float, arrives_s: float, to_y: float, goes_
     ]
 
 
-def in_progress(step: UnitTrace) -> list[tuple[str, Collective]]:
+def labeled_collectives(step: UnitTrace) -> list[tuple[str, Collective]]:
     """Return rank 0's collectives in time order, each with a label that names the collective and its unit."""
     seen = step.ranks[0]
     gathers = [(f"all-gather: {unit}", stay.gather) for unit, stays in seen.stays.items() for stay in stays]
