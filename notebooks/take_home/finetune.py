@@ -143,7 +143,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama with Hugging Face's names and arithmetic: token IDs and targets (N, length) -> the summed loss."""
+    """A Llama with Hugging Face's names and arithmetic. IDs and targets (N, length) -> the summed loss."""
 
     def __init__(self, config: dict) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def read_config(folder: Path) -> dict:
 
 
 def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Tensor:
-    """Return, for each pair of values, the angle from one token to the next in radians, shape (num_pairs,)."""
+    """Return how far each pair of values rotates from one token to the next, in radians: (num_pairs,)."""
     rope = config["rope"]
     frequencies = 1 / rope["rope_theta"] ** (torch.arange(num_pairs, device=device) / num_pairs)
     if rope["rope_type"] == "default":
@@ -205,7 +205,7 @@ def rotary_frequencies(config: dict, num_pairs: int, device: torch.device) -> Te
 
 
 def read_documents(folder: Path, text: Path, vocabulary: int) -> list[Tensor]:
-    """Return the documents as token IDs of shape (length,), from the folder's tokenizer or, without one, as bytes."""
+    """Return documents as token IDs (length,), from the folder's tokenizer or, without one, as bytes."""
     documents = [document for document in text.read_text().split("\n\n") if len(document) > 1]
     if not documents:
         refuse(f"{text} has no text to train on")

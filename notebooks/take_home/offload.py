@@ -29,7 +29,7 @@ def build_model() -> nn.Sequential:
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return a step's inputs (BATCH, LENGTH, WIDTH) and labels, which the ranks split. Put your own data here."""
+    """Return inputs (BATCH, LENGTH, WIDTH) and labels, which the ranks split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     labels = inputs[..., :CLASSES].argmax(dim=-1)  # (BATCH, LENGTH)

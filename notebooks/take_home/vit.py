@@ -47,7 +47,7 @@ class ViT(nn.Module):
 
 
 def load_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return a step's images (BATCH, 1, SIZE, SIZE) and labels, which the ranks split. Put your own data here."""
+    """Return images (BATCH, 1, SIZE, SIZE) and labels, which the ranks split. Put your own data here."""
     random = torch.Generator().manual_seed(step)
     labels = torch.arange(BATCH) % CLASSES
     images = torch.randn(BATCH, 1, SIZE, SIZE, generator=random)
@@ -55,7 +55,7 @@ def load_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def first_values(file: str | None) -> dict[str, Tensor]:
-    """Return the model's tensors in full shape, in host memory: those in `file`, or newly initialized ones."""
+    """Return the tensors in full shape, in host memory: those in `file`, or newly initialized ones."""
     if file:
         return torch.load(file, mmap=True, map_location="cpu", weights_only=True)
     return ViT().state_dict()
