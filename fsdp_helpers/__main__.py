@@ -173,7 +173,7 @@ def _wrong_place(options: argparse.Namespace) -> str:
         if started_as_rank():
             if options.command == "train":
                 read_torchrun_rank()
-        elif options.command in ("train", "compare"):
+        elif options.command in ("train", "compare", "inspect"):
             from fsdp_helpers.ranks import server  # a browser, where plan and explain run, has no processes
 
             server.ensure_running()
@@ -237,12 +237,10 @@ def explain_command(options: argparse.Namespace) -> int:
 
 
 def inspect_command(options: argparse.Namespace) -> int:
-    from fsdp_helpers.cli.inspect_command import check, inspect, start_ranks
+    from fsdp_helpers.cli.inspect_command import check, inspect
 
     check(options, started_as_rank())
-    if started_as_rank():
-        return inspect(options)
-    return start_ranks(sys.argv[sys.argv.index("inspect") + 1 :], options.world_size)
+    return inspect(options)
 
 
 def lab_command(options: argparse.Namespace) -> None:

@@ -1,130 +1,115 @@
-"""Probes of what ranks train on: batches, samplers, random numbers, loaders."""
+"""Probes of what ranks train on, and what comes of it: batches, samplers, losses, numbers, files."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from fsdp_helpers.inspecting.watch import Watch, digest, place
-from fsdp_helpers.ranks.group import num_cores
+
+SAME = ("ToCopyBackward", "ViewBackward", "SqueezeBackward", "ReshapeAliasBackward")  # they don't change a loss
 
 
-def same_batch(watch: Watch) -> None:
-    """Compare the tensors that the model is called with over the ranks (`Module.__call__`).
+def keep_batch(watch: Watch, module: nn.Module, inputs: tuple) -> None:
+    """Keep what the outermost module is called with, for `same_batches`. Silent without gradients."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if tensors and tensors[0].is_leaf and watch.several and watch.with_grad:
+        watch.record.seen.add("batches")
+        whole = tensors[0].untyped_storage()
+        batches = watch.kept.setdefault("batches", {})
+        batches[digest(tensors)] = tensors[0].nbytes, whole.data_ptr(), whole.nbytes(), place()
 
-    Silent without gradients or a wrapper for several ranks, if all ranks go through all of a tensor, and if every step
-    has the same tensor as a whole: that's a toy, or a batch that's meant to be overfitted.
+
+def same_batches(watch: Watch) -> None:
+    """Compare the batches of all forward passes over the ranks, at the end.
+
+    Silent if all ranks go through all of a tensor, and if every step has the same tensor as a whole: that's a toy, or
+    a batch that's meant to be overfitted.
     """
-    batches: dict[str, tuple[int, int, int]] = {}  # digest -> bytes, address and bytes of the tensor it's a part of
-    line = []
-
-    def before_forward(module: nn.Module, args: tuple, options: dict) -> None:
-        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        if tensors and tensors[0].is_leaf and watch.several and watch.with_grad and len(batches) < 100:
-            watch.saw("batches")
-            whole = tensors[0].untyped_storage()
-            batches[digest(tensors)] = tensors[0].nbytes, whole.data_ptr(), whole.nbytes()
-            line.append(place())
-
-    def compare() -> None:
-        covered, sizes = Counter(), {}
-        for num_bytes, address, size in batches.values():
-            covered[address] += num_bytes
-            sizes[address] = size
-        is_part = any(covered[address] < size for address, size in sizes.items())
-        if batches and (is_part or len(batches) > 1 and all(num == size for num, _, size in batches.values())):
-            text = f"all ranks have the same batch in each of {len(batches)} forward passes"
-            watch.differ("wrong-same-data", 0, tuple(batches), text, line[0])
-
-    watch.on("forward", before_forward)
-    watch.on("end", compare)
+    batches = watch.kept.get("batches", {})
+    covered = Counter()
+    for num_bytes, address, size, _ in batches.values():
+        covered[address, size] += num_bytes
+    is_part = any(num_bytes < size for (_, size), num_bytes in covered.items())
+    if is_part or len(batches) > 1 and all(num == size for num, _, size, _ in batches.values()):
+        text = f"all ranks have the same batch in each of {len(batches)} forward passes"
+        watch.note("different", "wrong-same-data", text, tuple(batches), line=next(iter(batches.values()))[-1])
 
 
-def samplers(watch: Watch) -> None:
-    """Follow each `DistributedSampler` through its passes: its epoch, and the samples it repeats.
+def same_order(watch: Watch, original: Callable, sampler: DistributedSampler) -> Iterator[int]:
+    """Follow each `DistributedSampler` that shuffles through its passes, and compare their epochs.
 
-    Silent about passes that end early, that drop samples instead, or during which the model is trained.
+    Silent about passes that end early, and about one in which the model is called but not trained: the order of an
+    evaluation doesn't matter.
     """
-    done: dict[int, tuple[DistributedSampler, int]] = {}
-    backwards = [0]
-
-    def count(*_: Any) -> None:
-        backwards[0] += 1
-
-    def iterate(original: Callable, sampler: DistributedSampler) -> Iterator[int]:
-        watch.saw("samplers")
-        before, line = backwards[0], place()
-        if sampler.shuffle and done.get(id(sampler), (None, None)) == (sampler, sampler.epoch):
-            watch.say("wrong-set-epoch", f"a sampler begins another pass with epoch {sampler.epoch}, in the same order")
-        yield from original(sampler)
-        done[id(sampler)] = sampler, sampler.epoch
-        padding = sampler.total_size - len(sampler.dataset)
-        if padding > 0 and not sampler.shuffle and backwards[0] == before:
-            text = f"the ranks get {sampler.total_size} samples of {len(sampler.dataset)}: {padding} are repeated"
-            watch.say("wrong-sampler-padding", f"perhaps: {text}; certain, if this is an evaluation", line)
-
-    watch.around(DistributedSampler, "__iter__", iterate)
-    watch.on("backward", count)
+    watch.record.seen.add("samplers")
+    before = watch.counts.copy()
+    if sampler.shuffle and watch.kept.get(sampler) == sampler.epoch:
+        text = f"a sampler begins another pass with epoch {sampler.epoch}, in the same order"
+        watch.note("finding", "wrong-set-epoch", text)
+    yield from original(sampler)
+    if watch.counts["backward"] > before["backward"] or watch.counts["forward"] == before["forward"]:
+        watch.kept[sampler] = sampler.epoch
 
 
-def same_masks(watch: Watch) -> None:
-    """Compare the state of torch's random generator over the ranks, before each dropout in training.
+def values_in_mean(loss: Any) -> int | None:
+    """Return the number of values that a loss is the mean of, according to its graph; None if it's anything else."""
+    node = loss.grad_fn if isinstance(loss, Tensor) else None
+    while node and type(node).__name__.startswith(SAME):
+        node = node.next_functions[0][0]
+    if type(node).__name__.startswith("Mean"):
+        return math.prod(node._saved_self_sym_sizes)
+    if getattr(node, "_saved_reduction", 0) != 1 or getattr(node, "_saved_weight", None) is not None:
+        return None
+    if hasattr(node, "_saved_total_weight"):  # of cross-entropy, which leaves labels out
+        return int(node._saved_total_weight)
+    return node._saved_self.numel() if hasattr(node, "_saved_self") else None
 
-    Silent without a wrapper for several ranks.
+
+def losses(watch: Watch, loss: Any) -> None:
+    """Compare the numbers of values that losses are means of over the ranks, before backward.
+
+    Silent about a loss that's multiplied, divided or added up after the mean, and without a wrapper for several ranks.
     """
-    counts = Counter()
-
-    def before_dropout(*args: Any, **options: Any) -> None:
-        p, training = (*args[1:], *(0.5, True)[len(args) - 1 :])[:2]
-        if watch.several and options.get("p", p) and options.get("training", training):
-            watch.saw("dropout")
-            counts["calls"] += 1
-            state = torch.get_rng_state()
-            text = f"dropout number {counts['calls']} on {tuple(args[0].shape)} has the same mask on all ranks"
-            watch.differ(
-                "wrong-same-random-numbers", counts["calls"], digest([state, torch.tensor(args[0].shape)]), text
-            )
-
-    def before_attention(*args: Any, **options: Any) -> None:
-        before_dropout(args[0], args[4] if len(args) > 4 else options.get("dropout_p", 0.0))
-
-    watch.before(nn.functional, "dropout", before_dropout)
-    watch.before(nn.functional, "scaled_dot_product_attention", before_attention)
+    count = values_in_mean(loss)
+    if watch.several and count is not None:
+        watch.record.seen.add("losses")
+        text = f"the loss, {loss.item():.4g}, is a mean over {count} values, and the ranks' means count the same"
+        watch.note("same", "wrong-mean-of-means", text, count)
+        if count == 0:
+            watch.note("finding", "wrong-no-labels", text)
 
 
-def loader_workers(watch: Watch) -> None:
-    """Count the passes of each `DataLoader` whose workers aren't persistent.
+def clipping(watch: Watch, parameters: Any, max_norm: float, norm: Tensor, *_: Any, **__: Any) -> None:
+    """Compare the norm by which torch clips gradients over the ranks.
 
-    Silent about loaders without workers, and about a second pass: `next(iter(loader))` may have been the first.
+    Silent about a norm that's a DTensor, which is one number for all ranks, and without a wrapper for several ranks.
     """
-    passes = Counter()
-
-    def begin(loader: DataLoader) -> None:
-        if loader.num_workers and not loader.persistent_workers:
-            passes[id(loader)] += 1
-            if passes[id(loader)] == 3:
-                watch.say("slow-data-loader", f"{loader.num_workers} workers are started for the third time")
-
-    watch.before(DataLoader, "__iter__", begin)
+    watch.record.seen.add("clipping")
+    if watch.several and not isinstance(norm, DTensor):
+        text = f"gradients are clipped by this rank's own norm, {norm.item():.4g}"
+        watch.note("same", "wrong-clip-local-norm", text, norm.item())
 
 
-def threads(watch: Watch) -> None:
-    """Compare the threads of all ranks on this machine with its cores, at the end.
+def partial_numbers(watch: Watch, tensor: Any, *_: Any) -> None:
+    """Look at DTensors whose value is read with `item`, `float`, `tolist` or an f-string.
 
-    Silent if each rank has only one.
+    Silent unless a placement is partial: then each rank reads its own part of a sum.
     """
-
-    def at_end() -> None:
-        cores, ranks = num_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if (num := torch.get_num_threads()) > 1 and num * ranks > cores:
-            watch.say("slow-threads", f"{ranks} ranks with {num} threads each share {cores} cores", "")
-
-    watch.on("end", at_end)
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        text = f"a number is read from a partial DTensor: {tensor.to_local().item():.4g} is this rank's part"
+        watch.note("finding", "wrong-clip-local-norm", text)
 
 
-PROBES = [same_batch, samplers, same_masks, loader_workers, threads]
+def saved_by_all(watch: Watch, content: Any, target: Any, *_: Any, **__: Any) -> None:
+    """Compare the paths that `torch.save` is given over the ranks. Silent about a path that isn't on all of them."""
+    watch.record.seen.add("saving")
+    if isinstance(target, (str, os.PathLike)):
+        path = os.path.abspath(target)
+        watch.note("different", "save-half-written", f"every rank saves {os.path.basename(path)}", "saved", key=path)

@@ -1,13 +1,13 @@
-"""What a rank notes while it runs a script: findings, and facts that are compared with the other ranks' at the end.
+"""What a rank notes while it runs a script: findings, and values that are compared with the other ranks' at the end.
 
 Nothing is sent during the run, nothing is drawn from a random generator, and no tensor of the script is changed.
 """
 
 import functools
 import hashlib
+import math
 import os
 import sys
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,8 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp_helpers.ranks.stacks import LIBRARY, PACKAGE
 
-MOST_FACTS = 200  # for one card; a script that runs to its end would otherwise send megabytes
-
 
 class Enough(BaseException):
     """Ends a script that has been watched for enough steps; not an Exception, which it might catch."""
@@ -31,36 +29,36 @@ class Enough(BaseException):
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank has to say about a card, and the line of the script that it ran at the time."""
+    """What a rank has to say, the line of the script that it ran at the time, and a value to compare."""
 
-    card: str
     text: str
     line: str
-    value: Any = None  # compared with the other ranks'
+    value: Any
 
 
 @dataclass
 class Record:
     """All that one rank noted."""
 
-    findings: dict[str, Note] = field(default_factory=dict)  # by card; only the first of each
-    agree: dict[tuple, Note] = field(default_factory=dict)  # a finding if ranks have different values
-    differ: dict[tuple, Note] = field(default_factory=dict)  # a finding if all ranks have the same value
-    seen: Counter = field(default_factory=Counter)  # subject -> how often there was something to look at
+    notes: dict[tuple, Note] = field(default_factory=dict)  # by kind (see `Watch.note`), card and key
+    seen: set[str] = field(default_factory=set)  # subjects that there was something to look at
     troubles: dict[str, str] = field(default_factory=dict)  # probes that failed, which isn't the script's fault
+    num_steps: int = 0  # of all optimizers
     end: str = ""  # how the script ended, if it didn't end well
+    status: int = 0  # the script's own
 
 
 class Watch:
-    """Tells probes what the script does. `before`, `after` and `on` register them; `say` and the facts are theirs."""
+    """Tells probes what the script does, and keeps what they note."""
 
-    def __init__(self, must_stop: Callable[[], bool] = lambda: False) -> None:
-        self.must_stop, self.first_optimizer = must_stop, None
-        self.record, self.listeners, self.counts = Record(), defaultdict(list), Counter()
-        self.roots: list[weakref.ref] = []  # models: modules that were sharded, wrapped or called by the script
-        self.wrapped: list[weakref.ref] = []  # those that were sharded or wrapped
+    def __init__(self, steps: float = math.inf) -> None:
+        """Watch until an optimizer would begin another step after `steps` ones."""
+        self.steps, self.record = steps, Record()
+        self.listeners, self.counts = defaultdict(list), Counter()
+        self.kept: dict[Any, Any] = {}  # by probes, from one event to another
+        self.models: list[nn.Module] = []  # modules that were sharded, wrapped or called by the script
+        self.is_wrapped, self.is_data_parallel = False, True
         self.depth, self.in_backward, self.looking, self.with_grad = 0, False, False, True
-        self.is_data_parallel = True
         self.around(nn.Module, "__call__", self._call)
         self.around(torch.autograd, "backward", self._backward)
         self.around(torch.distributed.fsdp, "fully_shard", self._fully_shard)
@@ -68,8 +66,6 @@ class Watch:
             self.around(wrapper, "__init__", self._wrap)
         register_optimizer_step_pre_hook(self._step)
         register_optimizer_step_post_hook(lambda optimizer, *_: self.tell("stepped", optimizer))
-
-    # Registering
 
     def around(self, owner: Any, name: str, replacement: Callable) -> None:
         """Call `replacement(original, ...)` instead, except inside compiled code and inside probes."""
@@ -84,7 +80,7 @@ class Watch:
         setattr(owner, name, call)
 
     def before(self, owner: Any, name: str, probe: Callable) -> None:
-        """Call `probe` with each call's arguments first."""
+        """From now on, call `probe(watch, ...)` with each call's arguments first."""
 
         def replacement(original: Callable, *args: Any, **kwargs: Any) -> Any:
             self.look(probe, *args, **kwargs)
@@ -92,25 +88,13 @@ class Watch:
 
         self.around(owner, name, replacement)
 
-    def after(self, owner: Any, name: str, probe: Callable) -> None:
-        """Call `probe` with each call's result and arguments afterward."""
-
-        def replacement(original: Callable, *args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self.look(probe, result, *args, **kwargs)
-            return result
-
-        self.around(owner, name, replacement)
-
-    def on(self, event: str, probe: Callable) -> None:
-        """Call `probe` when the script does something.
-
-        "wrap" and "wrapped" (a model is sharded or wrapped), "call" (any module), "forward" and "output" (the
-        outermost module, outside backward), "backward" and "gradients", "step" and "stepped", and "end".
-        """
-        self.listeners[event].append(probe)
-
     def tell(self, event: str, *args: Any) -> None:
+        """Call the listeners `probe(watch, ...)` when the script does something.
+
+        "shard" and "sharded" (by FSDP2), "call" (of any module), "forward" (of the outermost module, outside
+        backward), "backward", "step" and "stepped", and "end".
+        """
+        self.counts[event] += 1
         for probe in self.listeners[event]:
             self.look(probe, *args)
 
@@ -121,114 +105,81 @@ class Watch:
         self.looking, self.with_grad = True, torch.is_grad_enabled()
         try:
             with torch.no_grad():
-                probe(*args, **kwargs)
+                probe(self, *args, **kwargs)
         except Exception as error:
-            self.record.troubles[probe.__qualname__.partition(".")[0]] = f"{type(error).__name__}: {error}"
+            self.record.troubles[probe.__name__] = f"{type(error).__name__}: {error}"
         finally:
             self.looking = False
 
-    # Noting
+    def note(self, kind: str, card: str, text: str, value: Any = None, key: Any = None, line: str = "") -> None:
+        """Note a "finding"; or a value that all ranks that note it must have ("same"), or mustn't ("different").
 
-    def say(self, card: str, text: str, line: str | None = None) -> None:
-        """Note a finding; only the first one for a card is kept. `line` is where the script is now, if it's None."""
-        self.record.findings.setdefault(card, Note(card, text, place() if line is None else line))
-
-    def agree(self, card: str, key: Any, value: Any, text: str, line: str | None = None) -> None:
-        """Note a fact that has to be the same on all ranks that note it."""
-        self._compare(self.record.agree, Note(card, text, place() if line is None else line, value), key)
-
-    def differ(self, card: str, key: Any, value: Any, text: str, line: str | None = None) -> None:
-        """Note a fact that mustn't be the same on all ranks."""
-        self._compare(self.record.differ, Note(card, text, place() if line is None else line, value), key)
-
-    def saw(self, subject: str) -> None:
-        self.record.seen[subject] += 1
-
-    def _compare(self, facts: dict[tuple, Note], note: Note, key: Any) -> None:
-        self.counts[note.card] += 1
-        if self.counts[note.card] <= MOST_FACTS:
-            facts[(note.card, key)] = note
+        Values are compared that have the same key, which is the number of the note for this card unless you give one.
+        """
+        self.counts[card] += 1
+        key = "first" if kind == "finding" else key or self.counts[card]
+        self.record.notes.setdefault((kind, card, key), Note(text, line or place(), value))
 
     # Following the script
 
     def _call(self, original: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_outermost = self.depth == 0 and not self.in_backward
-        if is_outermost:
-            self.add_root(module)
-            self.tell("forward", module, args, kwargs)
-        self.tell("call", module, args)
+        if self.depth == 0 and not self.in_backward:
+            self._add_model(module)
+            self.tell("forward", module, (args, kwargs))
+        self.tell("call", module)
         self.depth += 1
         try:
-            output = original(module, *args, **kwargs)
+            return original(module, *args, **kwargs)
         finally:
             self.depth -= 1
-        if is_outermost:
-            self.tell("output", module, output)
-        return output
 
     def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
         if self.in_backward:  # of recomputation
             return original(tensors, *args, **kwargs)
         self.tell("backward", tensors)
-        self.in_backward, error = True, None
+        self.in_backward = True
         try:
             return original(tensors, *args, **kwargs)
-        except BaseException as raised:
-            error = raised
-            raise
         finally:
             self.in_backward = False
-            self.tell("gradients", tensors, error)
 
-    def _wrap(self, original: Callable, wrapper: nn.Module, module: nn.Module, *args: Any, **options: Any) -> None:
-        self.tell("wrap", module, options)
-        original(wrapper, module, *args, **options)
-        self._wrapped(wrapper)
-
-    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.first_optimizer = self.first_optimizer or weakref.ref(optimizer)
-        if self.first_optimizer() is optimizer and self.must_stop():
-            raise Enough
-        self.tell("step", optimizer)
+    def _wrap(self, original: Callable, wrapper: nn.Module, *args: Any, **options: Any) -> None:
+        original(wrapper, *args, **options)
+        self._follow(wrapper, options.get("process_group") or options.get("device_mesh"))
 
     def _fully_shard(self, original: Callable, modules: Any, *args: Any, **options: Any) -> Any:
         each = modules if isinstance(modules, list) else [modules]
-        for module in each:
-            self.tell("wrap", module, options)
+        self.tell("shard", each)
         result = original(modules, *args, **options)
-        mesh = options.get("mesh")
-        self.is_data_parallel &= mesh is None or mesh.size() == dist.get_world_size()
+        self.tell("sharded")
         for module in each:
-            self._wrapped(module)
+            self._follow(module, options.get("mesh"))
         return result
 
-    def _wrapped(self, wrapper: nn.Module) -> None:
-        self.wrapped.append(weakref.ref(wrapper))
-        self.add_root(wrapper)
-        self.tell("wrapped", wrapper)
+    def _follow(self, wrapper: nn.Module, over: Any) -> None:
+        """Follow a wrapper or unit; `over` is its mesh or group, None for all ranks."""
+        self.is_wrapped = True
+        self.is_data_parallel &= not hasattr(over, "size") or over.size() == dist.get_world_size()
+        self._add_model(wrapper)
 
-    def add_root(self, module: nn.Module) -> None:
-        if not any(root() is module for root in self.roots):
-            self.roots.append(weakref.ref(module))
+    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.record.num_steps == self.steps:  # before the same step on every rank
+            raise Enough
+        self.record.num_steps += 1
+        self.tell("step", optimizer)
 
-    # What probes ask
+    def _add_model(self, module: nn.Module) -> None:
+        if not any(one is module for one in self.models):
+            self.models.append(module)
 
     @property
     def several(self) -> bool:
         """Return True if all ranks train one model on different data."""
-        return dist.is_initialized() and dist.get_world_size() > 1 and bool(self.wrapped) and self.is_data_parallel
+        return dist.is_initialized() and dist.get_world_size() > 1 and self.is_wrapped and self.is_data_parallel
 
-    def models(self) -> list[nn.Module]:
-        return [module for root in self.roots if (module := root()) is not None]
-
-    def parameters(self) -> dict[int, tuple[str, nn.Parameter]]:
-        """Return the models' parameters by their id, with the longest of their names."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for module in self.models():
-            for name, parameter in module.named_parameters():
-                if len(name) > len(found.get(id(parameter), ("", None))[0]):
-                    found[id(parameter)] = name, parameter
-        return found
+    def parameters(self) -> dict[int, str]:
+        """Return the name of each of the models' parameters by the parameter's id."""
+        return {id(p): name for module in self.models for name, p in module.named_parameters()}
 
 
 def place() -> str:
@@ -256,9 +207,3 @@ def digest(tensors: Iterable[Tensor]) -> str:
         total.update(str((tuple(tensor.shape), tensor.dtype)).encode())
         total.update(tensor.cpu().flatten().clone().view(torch.uint8).numpy())
     return total.hexdigest()
-
-
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """Return a few names, and how many more there are."""
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -2,7 +2,9 @@
 
 **Why.** If the last micro-batch's backward pass runs inside `no_sync`, its gradients aren't reduced. With FSDP1, the
 full gradients then don't match the shards' shapes in `step`. With DDP, the ranks drift apart without an error. DDP also
-checks the flag in the *forward pass*, so leaving `no_sync` before `backward` is too late.
+checks the flag in the *forward pass*, so leaving `no_sync` before `backward` is too late. With FSDP2, gradients that
+wait are left out of the step, without an error, and a unit that `set_reshard_after_backward(False)` leaves unsharded
+keeps its old values for the next pass.
 
 **How to tell.** With DDP and different images on each rank, `p.grad` differs across ranks after the last backward pass.
 With FSDP1, `p.grad` has the full size instead of the shard's.
