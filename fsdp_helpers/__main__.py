@@ -173,7 +173,7 @@ def _wrong_place(options: argparse.Namespace) -> str:
         if started_as_rank():
             if options.command == "train":
                 read_torchrun_rank()
-        elif options.command in ("train", "compare", "inspect"):
+        elif options.command in ("train", "compare"):
             from fsdp_helpers.ranks import server  # a browser, where plan and explain run, has no processes
 
             server.ensure_running()

@@ -51,7 +51,7 @@ def test_a_report_names_the_failure_its_evidence_and_its_file(tmp_path):
         (["--steps", "0", "tests/helpers/inspected.py"], "--steps is 0, below 1"),
         (["--world-size", "0", "tests/helpers/inspected.py"], "--world-size is 0, below 1"),
         ([], "SCRIPT"),
-        (["RANK=0", "tests/inspected.py"], "call it without torchrun"),
+        (["RANK=0", "tests/helpers/inspected.py"], "call it without torchrun"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, said):
