@@ -219,6 +219,7 @@ def test_a_live_rank_on_the_cpu(monkeypatch):
     assert [one.what for one in wrong] == ["the next cell, in the same rank"] and "on ['cpu']" in wrong[0].measured
 
 
+@pytest.mark.long
 def test_a_script_that_is_killed_and_continued_on_the_cpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = dict(scripts.measure_checkpoint())
