@@ -37,7 +37,7 @@ ORDINARY = re.compile(
     r"on the same device|cuda kernel errors might be asynchronously).*|(\w*error: )?(\[errno \d+\] ?)?(address already in use|"
     r"broken pipe|cannot allocate memory|connection (refused|reset by peer|timed out)|disk quota exceeded|no space left on device|"
     r"resource temporarily unavailable|segmentation fault( \(core dumped\))?|too many open files|outofmemoryerror|isadirectoryerror)|"
-    r"oserror: \[errno \d+\]"
+    r"oserror: \[errno \d+\]|eaddrinuse( \(address already in use\))?"
 )
 SECOND_SIGN = re.compile(
     r"dtensor|fsdp|shard|\bmodule\.(?!py\b)|_orig_mod|optim|\bddp\b|distributed|nccl|\brank ?\d|world_size|parallel"

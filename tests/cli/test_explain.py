@@ -70,6 +70,7 @@ FOREIGN = (
     "OSError: [Errno 28] No space left on device: '/var/log/app.log'",
     "OSError: [Errno 24] Too many open files: 'access.log'",
     "nginx: [emerg] bind() to 0.0.0.0:80 failed (98: Address already in use)",
+    "Error: listen EADDRINUSE: address already in use :::3000",
     "ssh: connect to host 10.0.0.5 port 22: Connection timed out",
     'Exception in thread "main" java.lang.OutOfMemoryError: Java heap space',
     "how do I change the font of my plot?",
