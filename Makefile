@@ -215,7 +215,7 @@ test-slurm: $(INSTALLED)
 # With $(PYTHON) itself: a GPU is often at hand for minutes, on a machine that has PyTorch and nothing else. The caches
 # that other targets keep in .venv stay where libraries keep them.
 test-gpu:
-	@env -u MPLCONFIGDIR -u TORCHINDUCTOR_CACHE_DIR -u HF_HOME PYTHONPATH='$(CURDIR):$(CURDIR)/tests'"$${PYTHONPATH:+:$$PYTHONPATH}" \
+	@env -u MPLCONFIGDIR -u TORCHINDUCTOR_CACHE_DIR -u HF_HOME PYTHONPATH='$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/helpers'"$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  $(PYTHON) -m on_gpu
 
 # tests/without_proc hides from the package what only Linux has.

@@ -233,3 +233,11 @@ def test_without_a_gpu_one_line_and_status_2(tmp_path):
     assert done.returncode == 2 and done.stdout.startswith("psutil ") and done.stdout.count("\n") == 1
     assert done.stderr.splitlines()[0] == "fsdp_helpers: no GPU: CUDA_VISIBLE_DEVICES hides them"
     assert not (tmp_path / "record").exists()
+
+
+def test_every_check_can_be_imported_where_the_target_starts_them():
+    code = "from on_gpu import claims, live, plans, scripts"
+    command = ["make", "--silent", "test-gpu", f'PYTHON={sys.executable} -c "{code}"']
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
