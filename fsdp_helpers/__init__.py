@@ -44,8 +44,13 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def _run_on_ranks(line: str, cell: str) -> None:
-    """Run this cell on the ranks opened last: `%%ranks` on all of them, `%%ranks 0` or `%%ranks 1,2` on some."""
-    importlib.import_module(f"{__name__}.ranks.live").run_cell(line, cell)
+    """Run this cell on the ranks opened last: `%%ranks` on all of them, `%%ranks 0` or `%%ranks 1,2` on some.
+
+    With `--trace`, also show their collectives in order, and the bytes that they allocate.
+    """
+    traced_cell = f"{__name__}.teaching.page.traced_cell"
+    tracer = importlib.import_module(traced_cell).TRACER if "--trace" in line.split() else None
+    importlib.import_module(f"{__name__}.ranks.live").run_cell(line, cell, tracer)
 
 
 def _point_to_card(result: Any) -> None:

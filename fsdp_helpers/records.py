@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from fsdp_helpers.config import TrainConfig
 
@@ -60,7 +61,7 @@ class Collective:
     """One collective operation as one rank saw it.
 
     `bytes` is the size of the full tensor, including padding; `sent_bytes` is how much this rank sends for it in a
-    ring, by the formula in `planning/traffic.py`.
+    ring, by the formula in `planning/traffic.py`. `end_s` is infinite for one that never ended.
     """
 
     op: str
@@ -68,6 +69,11 @@ class Collective:
     sent_bytes: int
     start_s: float
     end_s: float
+    unit: str = ""  # the FSDP2 unit whose tensors it moves
+    shapes: str = ""  # of tensors that must be alike on all ranks
+    group: tuple = ()  # its process group's name and ranks
+    waited_s: float = 0.0  # for the last rank to come; known once all ranks' traces have been compared
+    unequal: str = ""  # if the ranks' calls weren't alike, what each of them called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +120,28 @@ class StepTrace:
     curve: MemoryCurve
     collectives: tuple[Collective, ...]
     began_s: float = 0.0  # on the clock of `time.perf_counter()`; all other times are relative to this one
+    steps_s: tuple[float, ...] = ()  # when each optimizer step ended
     reserved_bytes: int | None = None  # the most that CUDA's allocator had reserved by then; None on the CPU
+
+
+def later(record: Any, delay_s: float) -> Any:
+    """Return a record, or a tuple or dict of records, with times that count from a moment `delay_s` seconds earlier.
+
+    A record's times are its only floats, apart from how long it waited.
+    """
+    if isinstance(record, float):
+        return record + delay_s
+    if isinstance(record, tuple):
+        return tuple(later(one, delay_s) for one in record)
+    if isinstance(record, dict):
+        return {name: later(one, delay_s) for name, one in record.items()}
+    if not is_dataclass(record):
+        return record
+    others_s = {"began_s": -delay_s, "waited_s": 0.0}
+    moved = {
+        field.name: later(getattr(record, field.name), others_s.get(field.name, delay_s)) for field in fields(record)
+    }
+    return replace(record, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)

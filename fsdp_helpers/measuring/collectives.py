@@ -1,10 +1,13 @@
 """Record a rank's collectives: their kinds, sizes and times, and the bytes that the rank sends."""
 
+import math
 import os
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -49,6 +52,10 @@ OP_NAMES = {
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 # Operators in these namespaces that aren't collectives.
 NO_COLLECTIVES = ("check_for_nan", "wait_tensor", "_wrap_tensor_autograd")
+# Collectives whose tensors must have the same shapes and types on all ranks.
+ALIKE = ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter")
+# FSDP2's name for what it does with one unit; the root's has no name in parentheses.
+UNIT_PHASE = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.+?)\))?")
 SETTLE_S, BUSY_SETTLE_S = 0.005, 0.5
 
 
@@ -60,28 +67,45 @@ class CollectiveTrace(TorchDispatchMode):
     On a GPU, NCCL's `wait()` only makes later kernels wait, so we synchronize before and after each collective, and at
     both ends of each `record_function` phase. Otherwise, we'd time only the launches. Because of the waits,
     communication never overlaps with computation under a trace.
+
+    A collective is in `events` as soon as it begins; `tell` gets it then and once more when it has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[Collective], None] = lambda seen: None) -> None:
         super().__init__()
         self.events: list[Collective] = []
+        self._tell = tell
+        self._units: list[str] = []  # one per phase in progress; "" if FSDP2 names no unit there
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor handles it first, with local tensors; its collectives then come here
-        waits = is_collective(func)
-        if waits or func.namespace == "profiler":
+        if func.namespace == "profiler":
             _let_gpu_catch_up()
-        start_s = time.perf_counter()
+            self._note_unit(func, args)
+        if not is_collective(func):
+            return func(*args, **(kwargs or {}))
+        _let_gpu_catch_up()
+        begun = as_collective(func, args, kwargs or {}, (time.perf_counter(), math.inf))
+        begun = replace(begun, unit=next((unit for unit in reversed(self._units) if unit), ""))
+        self.events.append(begun)
+        self._tell(begun)
         result = func(*args, **(kwargs or {}))
-        if waits:
-            if not is_point_to_point(func):  # a send may be waiting for a receive that this rank hasn't issued yet
-                _wait_for(result)
-            _let_gpu_catch_up()
-            self.events.append(as_collective(func, args, kwargs or {}, (start_s, time.perf_counter())))
-            if any(tensor.device.type == "cpu" for tensor in _tensors(args)):
-                _settle()
+        if not is_point_to_point(func):  # a send may be waiting for a receive that this rank hasn't issued yet
+            _wait_for(result)
+        _let_gpu_catch_up()
+        self.events[-1] = replace(begun, end_s=time.perf_counter())
+        self._tell(self.events[-1])
+        if any(tensor.device.type == "cpu" for tensor in _tensors(args)):
+            _settle()
         return result
+
+    def _note_unit(self, func: torch._ops.OpOverload, args: tuple) -> None:
+        if "_enter" in func._schema.name:
+            found = UNIT_PHASE.match(args[0])
+            self._units.append((found[1] or "root") if found else "")
+        elif self._units:  # otherwise, the phase began before the trace
+            self._units.pop()
 
 
 @contextmanager
@@ -130,7 +154,16 @@ def as_collective(func: torch._ops.OpOverload, args: tuple, kwargs: dict, times_
     sent_bytes = ring_sent_bytes(op, full_bytes, group.size(), is_root=is_root)
     if op == "all_to_all":
         sent_bytes = _sent_to_others(named, group)
-    return Collective(op=op, bytes=full_bytes, sent_bytes=sent_bytes, start_s=times_s[0], end_s=times_s[1])
+    alike = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in _tensors(args) if op in ALIKE]
+    return Collective(
+        op=op,
+        bytes=full_bytes,
+        sent_bytes=sent_bytes,
+        start_s=times_s[0],
+        end_s=times_s[1],
+        shapes=", ".join(dict.fromkeys(alike)).replace("torch.", ""),
+        group=(group.group_name, *dist.distributed_c10d._world.pg_group_ranks.get(group, ())),
+    )
 
 
 def _group_of(named: dict[str, object]) -> dist.ProcessGroup:

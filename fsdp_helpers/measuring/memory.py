@@ -4,20 +4,21 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._autograd import DeviceType, _KinetoEvent
+from torch._C._autograd import _KinetoEvent, _ProfilerResult
+from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler._utils import traverse_dfs
 
 from fsdp_helpers.measuring.collectives import CollectiveTrace
-from fsdp_helpers.records import MemoryCurve, Phase, StateBytes, StepTrace
+from fsdp_helpers.records import Collective, MemoryCurve, Phase, StateBytes, StepTrace, later
 
 STEP_PHASES = ("forward", "backward", "step")
 OPTIMIZER_STEP = "Optimizer.step#"  # how PyTorch names the phase of every optimizer.step()
@@ -52,20 +53,29 @@ def _local_bytes(tensors: list[Tensor]) -> int:
 class MemoryTrace:
     """A trace of every allocation on a device, every named phase and every collective between start() and stop().
 
-    Start it before you create the model: only memory allocated after start() counts. On CUDA, we count the bytes that
-    were requested, not the blocks that were handed out. A phase or a collective ends when the GPU is done, not when the
-    work has been launched, so times under a trace don't show any overlap.
+    Start it before you create the model: only memory allocated after start() counts. With `held`, tensors that exist
+    already count, too. On CUDA, we count the bytes that were requested, not the blocks that were handed out. A phase or
+    a collective ends when the GPU is done, not when the work has been launched, so times under a trace don't show any
+    overlap. `tell` gets each collective as it begins and as it ends.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, device: torch.device, *, held: bool = False, tell: Callable[[Collective], None] = lambda seen: None
+    ) -> None:
+        self._device, self._held = device, held
+        self._earlier: list[tuple[weakref.ref, list[dict]]] = []  # what exists at start()
         self._points: list[tuple[float, int]] = []  # (time in s, bytes allocated from then on)
         self._phases: list[Phase] = []
-        self._collectives = CollectiveTrace()
+        self._collectives = CollectiveTrace(tell)
         self._reserved_bytes: int | None = None  # the most memory that CUDA's allocator reserved
 
     def start(self) -> None:
-        gc.collect()  # otherwise, older garbage would be freed, and subtracted, within the trace
+        """Begin to record. Raises RuntimeError if a profiler is running: a process can have only one."""
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("this process has a profiler already, or a trace of its memory, and can have only one")
+        gc.collect()  # otherwise, garbage would count as held, or be freed within the trace
+        if self._held:
+            self._earlier = list(map(_watch, _live_storages(self._device)))
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise, the profiler's library prints to standard error
         self._stack = ExitStack()
         with warnings.catch_warnings():
@@ -92,11 +102,14 @@ class MemoryTrace:
         marks_s = [phase.start_s for phase in self._phases if phase.name == _CLOCK_MARK]
         # A mark begins a little after we note its time. The least delayed mark gives the offset between the clocks.
         offset_s = max(noted_s - mark_s for noted_s, mark_s in zip(self._marks_s, marks_s, strict=True))
-        self._phases = [_shifted(phase, offset_s) for phase in self._phases]
+        self._phases = [later(phase, offset_s) for phase in self._phases]
         if on_cuda:  # both the allocator and the profiler use Unix time
             offset_s -= began_ns / 1e9
-        points = requested_points(noted) if on_cuda else _read_points(events, began_ns)
-        self._points = [(time_s + offset_s, size) for time_s, size in points]
+        noted = noted if on_cuda else list(_cpu_history(result))
+        for entry in noted:
+            entry["time_us"] += 1e6 * offset_s
+        noted += [entry for _, entries in self._earlier for entry in entries]
+        self._points = requested_points(sorted(noted, key=lambda entry: entry["time_us"]))
 
     def last(self, name: str = "train step", uncounted_bytes: int = 0) -> StepTrace:
         """Return the last phase called `name`: times count from its start, and its curve leaves out `uncounted_bytes`.
@@ -145,24 +158,18 @@ class MemoryTrace:
         before = [size for time_s, size in self._points if time_s < start_s]
         within = [(time_s, size) for time_s, size in self._points if start_s <= time_s <= end_s]
         points = [(start_s, before[-1] if before else 0), *within]
-        return StepTrace(
-            began_s=start_s,
+        phases = [phase for phase in self._phases if start_s <= phase.start_s <= end_s]
+        trace = StepTrace(
             reserved_bytes=self._reserved_bytes,
             curve=MemoryCurve(
-                times_s=tuple(time_s - start_s for time_s, _ in points),
+                times_s=tuple(time_s for time_s, _ in points),
                 allocated_bytes=tuple(size - uncounted_bytes for _, size in points),
-                phases=tuple(
-                    _shifted(phase, -start_s)
-                    for phase in self._phases
-                    if phase.name in STEP_PHASES and start_s <= phase.start_s <= end_s
-                ),
+                phases=tuple(phase for phase in phases if phase.name in STEP_PHASES),
             ),
-            collectives=tuple(
-                replace(seen, start_s=seen.start_s - start_s, end_s=seen.end_s - start_s)
-                for seen in self._collectives.events
-                if start_s <= seen.start_s <= end_s
-            ),
+            collectives=tuple(seen for seen in self._collectives.events if start_s <= seen.start_s <= end_s),
+            steps_s=tuple(phase.end_s for phase in phases if phase.name.startswith(OPTIMIZER_STEP)),
         )
+        return later(trace, -start_s)
 
 
 @contextmanager
@@ -204,18 +211,34 @@ def _read_phases(events: list[_KinetoEvent], began_ns: int) -> list[Phase]:
     ]
 
 
-def _read_points(events: list[_KinetoEvent], began_ns: int) -> list[tuple[float, int]]:
-    """Return pairs (time in s, bytes allocated from then on) for the CPU, as a running sum over all events."""
-    seen = sorted(
-        (event for event in events if event.name() == "[memory]" and event.device_type() == DeviceType.CPU),
-        key=lambda event: event.start_ns(),
-    )
-    times_s = [(event.start_ns() - began_ns) / 1e9 for event in seen]
-    return list(zip(times_s, accumulate(event.nbytes() for event in seen), strict=True))  # type: ignore[attr-defined]
+def _cpu_history(result: _ProfilerResult) -> Iterator[dict]:
+    """Yield allocations and frees on the CPU, in the form of CUDA's history, with times from the start of the trace.
+
+    A free may be one of memory that an earlier trace has seen, perhaps at an address that has changed hands since.
+    """
+    for event in traverse_dfs(result.experimental_event_tree()):
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            size, time_us = event.extra_fields.alloc_size, (event.start_time_ns - result.trace_start_ns()) / 1e3
+            action = "alloc" if size > 0 else "free_requested"
+            yield {"action": action, "addr": event.extra_fields.ptr, "size": abs(size), "time_us": time_us}
 
 
-def _shifted(phase: Phase, offset_s: float) -> Phase:
-    return Phase(name=phase.name, start_s=phase.start_s + offset_s, end_s=phase.end_s + offset_s)
+def _live_storages(device: torch.device) -> list[torch.UntypedStorage]:
+    """Return the storages of all tensors on `device` that Python knows (a DTensor's shard is one), and of their gradients."""
+    tensors = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == device and not tensor.is_sparse]
+    return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
+
+
+def _watch(storage: torch.UntypedStorage) -> tuple[weakref.ref, list[dict]]:
+    """Return a list that has a storage's allocation and will have its free, for as long as the reference is kept."""
+    noted = [{"action": "alloc", "addr": ("earlier", storage.data_ptr()), "size": storage.nbytes(), "time_us": 0.0}]
+
+    def note_free(_: weakref.ref) -> None:
+        noted.append(noted[0] | {"action": "free_requested", "time_us": 1e6 * time.perf_counter()})
+
+    return weakref.ref(storage, note_free), noted
 
 
 # ---------------------------------------------------------------- on a GPU: the history of CUDA's caching allocator

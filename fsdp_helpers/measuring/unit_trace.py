@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_helpers.records import Collective, MemoryCurve, Phase, StepTrace
+from fsdp_helpers.records import Collective, MemoryCurve, Phase, StepTrace, later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,6 @@ class UnitHooks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._entered: list[str] = []  # units, in the order in which the last forward entered them
         # Unit -> when forward left it, and whether it was resharded then
         self._left: dict[str, tuple[float, bool]] = {}
         self._gradients: list[GradientMade] = []
@@ -106,11 +105,10 @@ class UnitHooks:
     def begin_step(self) -> None:
         """Forget the previous step. Call this right after `zero_grad`."""
         self._zeroed_s = time.perf_counter()
-        self._entered, self._left, self._gradients = [], {}, []
+        self._left, self._gradients = {}, []
 
     def _enter(self, name: str) -> Callable:
         def hook(module: nn.Module, args: tuple) -> None:
-            self._entered.append(name)
             for parameter_name, parameter in self._own_parameters(name):
                 if id(parameter) not in self._watched:  # FSDP2 uses the same full parameter in every step
                     self._watched.add(id(parameter))
@@ -121,7 +119,7 @@ class UnitHooks:
     def _leave(self, name: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: object) -> None:
             is_freed = all(isinstance(parameter, DTensor) for _, parameter in self._own_parameters(name))
-            self._left[name] = (time.perf_counter(), is_freed)
+            self._left[name or "root"] = (time.perf_counter(), is_freed)
 
         return hook
 
@@ -141,42 +139,21 @@ class UnitHooks:
         return [(name, one) for name, one in found if not any(name.startswith(f"{other}.") for other in inner)]
 
     def seen_with(self, trace: StepTrace) -> RankUnits:
-        """Return this rank's last step, with times from the step's start; `trace` must be a trace of that step.
-
-        Raises ValueError unless units were unsharded and reduced in order, as they are if no unit below the root
-        contains another one.
-        """
-        root, *below = self._entered
-        reduced = self._matched([*reversed(below), root], trace, "reduce_scatter")
-        again = [name for name in reversed(self._entered) if self._left[name][1]]  # unsharded again for backward
-        gathered = self._matched([*self._entered, *again], trace, "all_gather")
-        stays: dict[str, list[Stay]] = {name: [] for name in self._entered}
-        for name, gather in gathered:
-            left_s, is_freed = self._left[name]
-            freed_after_forward = is_freed and not stays[name]
-            freed_s = left_s - trace.began_s if freed_after_forward else dict(reduced)[name].start_s
-            stays[name].append(Stay(gather=gather, freed_s=freed_s))
+        """Return this rank's last step, with times from the step's start; `trace` must be a trace of that step."""
+        reduces = {seen.unit: seen for seen in trace.collectives if seen.op == "reduce_scatter"}
+        stays: dict[str, tuple[Stay, ...]] = {}
+        for gather in (seen for seen in trace.collectives if seen.op == "all_gather"):
+            left_s, is_freed = self._left[gather.unit]
+            before = stays.get(gather.unit, ())  # if there is one, the unit was resharded, and is gathered for backward
+            freed_s = left_s - trace.began_s if is_freed and not before else reduces[gather.unit].start_s
+            stays[gather.unit] = (*before, Stay(gather=gather, freed_s=freed_s))
         return RankUnits(
             trace=trace,
             zeroed_s=self._zeroed_s - trace.began_s,
             gradients=tuple(replace(made, time_s=made.time_s - trace.began_s) for made in self._gradients),
-            stays={name or "root": tuple(found) for name, found in stays.items()},
-            reduces={name or "root": found for name, found in reduced},
+            stays=stays,
+            reduces=reduces,
         )
-
-    def _matched(self, order: Sequence[str], trace: StepTrace, op: str) -> list[tuple[str, Collective]]:
-        """Return the collectives of one kind, each with its unit. A unit's collectives must all be the same size."""
-        seen = [one for one in trace.collectives if one.op == op]
-        sizes: dict[str, set[int]] = {}
-        for name, one in zip(order, seen, strict=False):
-            sizes.setdefault(name, set()).add(one.bytes)
-        if len(seen) != len(order) or any(len(found) > 1 for found in sizes.values()):
-            moved = [f"{one.bytes:,}" for one in seen]
-            raise ValueError(
-                f"{op} moved {', '.join(moved)} bytes, which doesn't match the units {[name or 'root' for name in order]}; "
-                "this works only if no unit below the root contains another one"
-            )
-        return list(zip(order, seen, strict=True))
 
 
 def unit_trace(model: str, versions: dict[str, str], ranks: Sequence[RankUnits]) -> UnitTrace:
@@ -189,27 +166,8 @@ def unit_trace(model: str, versions: dict[str, str], ranks: Sequence[RankUnits])
         raise ValueError(f"the ranks unsharded different units: {sizes}")
     began_s = min(rank.trace.began_s for rank in ranks)
     units = tuple(TracedUnit(name=name, full_bytes=size) for name, size in sizes[0].items())
-    shifted = tuple(_later(rank, rank.trace.began_s - began_s) for rank in ranks)
+    shifted = tuple(later(rank, rank.trace.began_s - began_s) for rank in ranks)
     return UnitTrace(model=model, versions=versions, units=units, ranks=shifted)
-
-
-def _later(rank: RankUnits, delay_s: float) -> RankUnits:
-    def collective(seen: Collective) -> Collective:
-        return replace(seen, start_s=seen.start_s + delay_s, end_s=seen.end_s + delay_s)
-
-    curve = rank.trace.curve
-    phases = [replace(one, start_s=one.start_s + delay_s, end_s=one.end_s + delay_s) for one in curve.phases]
-    later = replace(curve, times_s=tuple(at + delay_s for at in curve.times_s), phases=tuple(phases))
-    return RankUnits(
-        trace=replace(rank.trace, curve=later, collectives=tuple(map(collective, rank.trace.collectives)), began_s=0.0),
-        zeroed_s=rank.zeroed_s + delay_s,
-        gradients=tuple(replace(made, time_s=made.time_s + delay_s) for made in rank.gradients),
-        stays={
-            name: tuple(replace(stay, gather=collective(stay.gather), freed_s=stay.freed_s + delay_s) for stay in stays)
-            for name, stays in rank.stays.items()
-        },
-        reduces={name: collective(seen) for name, seen in rank.reduces.items()},
-    )
 
 
 def _rounded(value: object) -> object:

@@ -12,6 +12,8 @@ import signal
 import sys
 import types
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -67,7 +69,7 @@ class Cells:
         self.point_to_point = _count_point_to_point()
         signal.signal(INTERRUPT, signal.SIG_IGN)
 
-    def answer(self, number: int, kind: str, *content: str) -> Answer:
+    def answer(self, number: int, kind: str, *content: Any) -> Answer:
         """Run a cell or look up a variable; return an Answer with the value, or with the exception that stopped it."""
         value = failure = None
         try:
@@ -85,8 +87,12 @@ class Cells:
         """Return a list that contains only the variable's value; an empty list if no variable has this name."""
         return [portable(self.names[name])] if name in self.names else []
 
-    def _run(self, text: str, file: str) -> str | None:
-        """Run a cell; return the value of its last line as text, the way a notebook shows it."""
+    def _run(self, text: str, file: str, record: Callable | None) -> str | None:
+        """Run a cell, within `record` if it's traced; return the value of its last line, as a notebook shows it."""
+        with record(self.send, self.names["device"]) if record else nullcontext():
+            return self._run_statements(text, file)
+
+    def _run_statements(self, text: str, file: str) -> str | None:
         self._limit_waiting(text)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         self._keep_source(text)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from typing import Any
 
 from fsdp_helpers.config import require_positive_int, require_seconds
 from fsdp_helpers.gpus import choose_device
@@ -29,6 +30,8 @@ UNDEFINED = re.compile(r"NameError: name '(\w+)' is not defined")
 KEPT = "The ranks keep their variables."
 AGAIN = "run the `%%ranks` cells above this one again (Run > Run All Above Selected Cell)."
 GONE = f"The ranks were restarted, and their variables are gone: {AGAIN}"
+# Under a trace, torch says that it didn't see memory being allocated that is freed now; the trace counts that itself.
+EARLIER_MEMORY = re.compile(r"(\[rank\d+\]:)?\[W.*Memory block of unknown size.*\n?")
 LOST = "These ranks {}: " + AGAIN
 
 
@@ -90,12 +93,13 @@ class Ranks(AbstractContextManager):
         """Return the process ID of each rank."""
         return [] if self._processes is None else self._processes.pids
 
-    def run(self, code: str, ranks: Iterable[int] | None = None, name: str | None = None) -> None:
+    def run(self, code: str, ranks: Iterable[int] | None = None, name: str | None = None, tracer: Any = None) -> None:
         """Run `code` on every rank, or on `ranks`; show what it prints and the value of its last line.
 
         Output is shown only once if all ranks agree, otherwise rank by rank. `name` is what tracebacks call the code;
-        by default, that's "cell 1" and so on. Raises SyntaxError before anything runs, RankError if a rank fails or
-        dies, Interrupted after ^C or Stop, and ValueError for a rank that doesn't exist.
+        by default, that's "cell 1" and so on. `tracer` is what each rank enters around the code, and a function that
+        gets what they have sent, by rank, even if the code fails. Raises SyntaxError before anything runs, RankError if
+        a rank fails or dies, Interrupted after ^C or Stop, and ValueError for a rank that doesn't exist.
         """
         self._num_cells += 1
         name = name or f"cell {self._num_cells}"
@@ -104,7 +108,13 @@ class Ranks(AbstractContextManager):
             with shown_by_message(ValueError):
                 raise ValueError(f"there is no {list_ranks(wrong)}; these ranks are 0 to {self.world_size - 1}")
         compile(code, name, "exec")  # so that code with a syntax error runs on no rank
-        self._ask(chosen, "cell", code, name)
+        record, show = tracer or (None, None)
+        processes = self._processes
+        try:
+            self._ask(chosen, "cell", code, name, record)
+        finally:
+            if show and processes and processes.traced:
+                show({rank: processes.traced.get(rank, []) for rank in chosen})
         self._lost = {lost: cell for lost, cell in self._lost.items() if lost not in names_in(code)}
         _defined.update(names_in(code))
 
@@ -129,12 +139,12 @@ class Ranks(AbstractContextManager):
 
     # ------------------------------------------------------------ a message and its answers
 
-    def _ask(self, chosen: Sequence[int], kind: str, *content: str) -> dict[int, Answer]:
+    def _ask(self, chosen: Sequence[int], kind: str, *content: Any) -> dict[int, Answer]:
         """Send a message to these ranks, show what they print, and return their answers."""
         if self._processes is None:
             raise RuntimeError("these ranks are closed; open new ones: ranks = Ranks(2)")
         follow_edits()
-        code, cell = content if kind == "cell" else ("", f"ranks[{content[0]!r}]")
+        code, cell = content[:2] if kind == "cell" else ("", f"ranks[{content[0]!r}]")
         output = CellOutput(chosen)
         self._processes.on_output = output.add
         try:
@@ -261,7 +271,8 @@ class CellOutput:
                 print(text, flush=True)
 
     def _text(self, values: Mapping[int, str | None]) -> str:
-        printed = {rank: data.decode("utf-8", "replace").rstrip("\n") for rank, data in self._printed.items()}
+        texts = {rank: data.decode("utf-8", "replace") for rank, data in self._printed.items()}
+        printed = {rank: EARLIER_MEMORY.sub("", text).rstrip("\n") for rank, text in texts.items()}
         shown = {rank: values.get(rank) or "" for rank in printed}
         return "\n".join(filter(None, [merge(printed), merge(shown)]))
 
@@ -281,19 +292,22 @@ def merge(texts: Mapping[int, str]) -> str:
 # ---------------------------------------------------------------- the magic
 
 
-def run_cell(line: str, cell: str) -> None:
-    """Run a cell that begins with `%%ranks`; `line` has the rest of that line."""
+def run_cell(line: str, cell: str, tracer: Any) -> None:
+    """Run a cell that begins with `%%ranks`; `line` has the rest of that line, perhaps with --trace."""
     from IPython import get_ipython
     from IPython.core.error import UsageError
 
-    if not re.fullmatch(r"\s*(\d+\s*(,\s*\d+\s*)*)?", line):
-        raise UsageError(f"%%ranks {line}: give rank numbers, as in %%ranks 0 or %%ranks 1,2, or nothing for all")
-    chosen = [int(number) for number in line.split(",")] if line.strip() else None
+    numbers = re.sub(r"(?<!\S)--trace(?!\S)", "", line)
+    if not re.fullmatch(r"\s*(\d+\s*(,\s*\d+\s*)*)?", numbers):
+        raise UsageError(
+            f"%%ranks {line}: give rank numbers, as in %%ranks 0 or %%ranks 1,2, or nothing for all; the only option is --trace"
+        )
+    chosen = [int(number) for number in numbers.split(",")] if numbers.strip() else None
     if not (opened := open_ranks()):
         raise RuntimeError("no ranks are open; open some first: ranks = Ranks(2)")
     try:
         # The magic is the cell's first line.
-        opened[-1].run(f"\n{cell}", chosen, f"Cell In[{len(get_ipython().user_ns['In']) - 1}]")
+        opened[-1].run(f"\n{cell}", chosen, f"Cell In[{len(get_ipython().user_ns['In']) - 1}]", tracer)
     except SyntaxError as error:  # for which IPython would show our own lines, too
         refusal = RuntimeError("".join(traceback.format_exception_only(error)).rstrip())
         refusal._render_traceback_ = lambda: [str(refusal)]  # type: ignore[attr-defined]

@@ -53,6 +53,7 @@ class Processes(AbstractContextManager):
         self.number = 0  # of the last message; 0 before the first
         self.answers: dict[int, Answer] = {}
         self.notes: dict[int, Any] = {}  # each rank's last note
+        self.traced: dict[int, list] = {}  # what each rank has sent of its trace of a cell
         self.ends: dict[int, int | None] = {}  # ranks that have ended, and their exit codes
         self._moved()
         self._processes: list = []
@@ -85,9 +86,9 @@ class Processes(AbstractContextManager):
 
     # ------------------------------------------------------------ a message and its answers
 
-    def tell(self, ranks: Iterable[int], *message: str) -> None:
+    def tell(self, ranks: Iterable[int], *message: Any) -> None:
         """Send a message to these ranks, each of which will answer."""
-        self.number, self.answers, self.notes = self.number + 1, {}, {}
+        self.number, self.answers, self.notes, self.traced = self.number + 1, {}, {}, {}
         for rank in ranks:
             with suppress(OSError):  # it has just ended, as `collect` will see
                 self._links[rank].send_bytes(pickle.dumps((self.number, *message)))
@@ -176,6 +177,8 @@ class Processes(AbstractContextManager):
             self.notes[rank] = content
             if self.on_note:
                 self.on_note(content, rank)
+        elif kind == "trace":
+            self.traced.setdefault(rank, []).append(content)
         elif content.number in (self.number, None):  # otherwise, it answers a cell that was interrupted
             self.answers[rank] = content
 

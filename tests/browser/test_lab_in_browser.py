@@ -4,6 +4,7 @@ Screenshots of what failed, and of each notebook, are kept in .pytest_cache/brow
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -45,6 +46,12 @@ CLOSE_ALL = """async () => {
 LONG_RUN = """from fsdp_helpers import TrainConfig, launch, train
 from fsdp_helpers.teaching.lessons.many_machines import add_up_without
 train(TrainConfig(model="simple", strategy="ddp", epochs=100_000), device="cpu", watch={watch})"""
+
+TRACED = """%%ranks --trace
+import torch
+from torch.distributed.fsdp import fully_shard
+model = fully_shard(torch.nn.Sequential(fully_shard(torch.nn.Linear(500, 500)), torch.nn.Linear(500, 10)))
+model(torch.ones(8, 500)).sum().backward()"""
 
 
 class Lab:
@@ -411,3 +418,25 @@ def test_the_verdict_is_on_the_first_screen_and_follows_the_controls(lab, projec
     before = figure.get_attribute("src")
     lab.shown(f"{output} select").select_option("llama-70b")
     assert wait_until(lambda: figure.get_attribute("src") != before, CELL_S)
+
+
+def test_a_traced_cell_is_there_once_it_is_saved_and_opened_again_on_a_narrow_page_too(lab, scratch, projector):
+    scratch("%load_ext fsdp_helpers\nfrom fsdp_helpers import Ranks\nranks = Ranks(2, device='cpu')", TRACED)
+    for place in (0, 1):
+        lab.run_cell(place)
+    path = Path(lab.evaluate("app.shell.currentWidget.context.path"))
+    lab.run("docmanager:save")
+    lab.wait("!app.shell.currentWidget.context.model.dirty")
+    lab.close_all()  # and its kernel
+    lab.open(path.name)
+    lab.evaluate("app.shell.collapseLeft() ?? null")
+    for theme, width in itertools.product(("Dark", "Light"), (400, 1400)):
+        lab.run("apputils:change-theme", theme=f"JupyterLab {theme}")
+        lab.page.set_viewport_size({"width": width, "height": 900})
+        lab.go_to(1)
+        image = lab.shown('[data-windowed-list-index="1"] .jp-OutputArea img')
+        image.wait_for(state="visible")
+        assert 0.4 * width < image.bounding_box()["width"] <= width - image.bounding_box()["x"]
+        lab.shoot(f"traced-{width}-{theme}")
+    table = lab.shown('[data-windowed-list-index="1"] .jp-OutputArea table').text_content()
+    assert "all-gather" in table and "reduce-scatter" in table

@@ -334,6 +334,16 @@ def test_a_cell_on_ranks_shows_what_they_agree_on_once(with_variable):
     assert text_of(with_variable.run("ranks['kept']")[0]) == "[100, 101]"
 
 
+def test_a_traced_cell_shows_a_figure_and_a_table_and_another_option_is_refused_in_one_line(with_variable):
+    shown = with_variable.run("%%ranks --trace\nimport torch\ndist.all_reduce(torch.ones(2))\nkept")
+    assert text_of(shown[0]) == "rank 0: 100\nrank 1: 101"
+    assert "In 1 collective, each rank sends 8 B" in shown[1]["metadata"]["image/png"]["alt"]
+    assert "| all-reduce |  | 8 | 1, " in shown[-1]["data"]["text/markdown"]
+    (refusal,) = with_variable.run("%%ranks 0 --trase\nkept")
+    assert text_of(refusal).startswith("UsageError: %%ranks 0 --trase: give rank numbers")
+    assert text_of(refusal).endswith("; the only option is --trace\n")
+
+
 def test_a_cell_on_ranks_shows_its_lines_while_it_runs(with_variable):
     request = begin_on_ranks(
         with_variable, "print('begun')\nwhile not os.path.exists(f'go-{os.getppid()}'): time.sleep(0.05)"

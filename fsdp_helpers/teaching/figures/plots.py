@@ -9,27 +9,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from fsdp_helpers.measuring.cell_trace import compared
 from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCopy
 from fsdp_helpers.measuring.step_profile import predicted_peaks
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
-from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RunRecord, StepTrace
+from fsdp_helpers.records import ComparisonRow, LeverResult, RunRecord, StepTrace
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
-from fsdp_helpers.teaching.figures.style import (
-    MARKERS,
-    PEAK_COLOR,
-    SERIES_COLORS,
-    STRATEGY_COLORS,
-    figure_style,
-)
-from fsdp_helpers.teaching.figures.timelines import (
-    draw_collectives,
-    draw_copies,
-    draw_memory_curve,
-    draw_notes,
-    unit_copies,
-)
+from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
+from fsdp_helpers.teaching.figures.timelines import draw_collectives, draw_copies, draw_memory, unit_copies
 from fsdp_helpers.teaching.figures.titles import (
     copies_of_a_step,
     foot_of_the_ladder,
@@ -42,6 +31,7 @@ from fsdp_helpers.teaching.figures.titles import (
 )
 from fsdp_helpers.training.palette import TEXT_COLOR
 
+NO_OVERLAP = "order and waiting (faint), not speed or overlap: each collective is waited for"
 HELD_IN_PEAK = "held (solid) and peak (light) on a rank (MB)"
 
 
@@ -72,46 +62,28 @@ def plot_digits(images: Tensor, labels: Tensor, predictions: Tensor | None = Non
     return fig, axes[0]
 
 
-def plot_memory_curve(
-    curve: MemoryCurve, subject: str, notes: Mapping[str, float] | None = None
-) -> tuple[Figure, Axes]:
-    """Plot the bytes allocated over one step, with its phases shaded and its peak marked.
+def plot_trace(
+    traces: Mapping[int, StepTrace] | Sequence[StepTrace], subject: str = ""
+) -> tuple[Figure, Sequence[Axes]]:
+    """Plot what ranks did on one timeline: their collectives, if there are any, above the bytes that they allocated.
 
-    `notes` maps texts to times in seconds; each text gets a line down to the curve at its time.
+    `traces` has a trace per rank, by number or in order.
     """
+    traces = compared(traces if isinstance(traces, Mapping) else dict(enumerate(traces)))
+    first = next(iter(traces.values())).curve
+    has_collectives = any(trace.collectives for trace in traces.values())
+    heights = [*([1 + 0.4 * len(traces)] if has_collectives else []), 1.8]
     with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 3.4 if notes else 2.8), layout="constrained")
-        draw_memory_curve(ax, curve)
-        draw_notes(ax, curve, notes or {})
-        ax.set(title=titled(peak_of_curve(curve), subject))
-    return fig, ax
-
-
-def plot_memory_curves(curves: Mapping[str, MemoryCurve], subject: str) -> tuple[Figure, Axes]:
-    """Plot the bytes allocated over several steps, one line each; every step fills the axis, whatever time it takes."""
-    with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
-        for (name, curve), color in zip(curves.items(), SERIES_COLORS, strict=False):
-            times = [time_s / curve.times_s[-1] for time_s in curve.times_s]
-            sizes = [size / MB for size in curve.allocated_bytes]
-            label = f"{name}: peak {in_mb(curve.peak_bytes)} MB"
-            ax.plot(times, sizes, drawstyle="steps-post", color=color, label=label)
-        ax.set(xlabel="part of the step", ylabel="allocated (MB)", ylim=(0, None), title=titled("", subject))
-        ax.legend()
-    return fig, ax
-
-
-def moments_of_one_unit(trace: StepTrace) -> dict[str, float]:
-    """Return notes for the memory curve of a model that's a single FSDP unit: each jump's cause and time."""
-    gather = next(seen for seen in trace.collectives if seen.op == "all_gather")
-    reduce = next(seen for seen in trace.collectives if seen.op == "reduce_scatter")
-    end_s = {phase.name: phase.end_s for phase in trace.curve.phases}
-    return {
-        "all-gather: full parameters": gather.end_s,
-        "forward has kept its activations": end_s["forward"],
-        "backward has made full gradients": reduce.start_s,
-        "reduced: only shards are left": end_s["backward"],  # the reduce-scatter's own buffers are gone by then
-    }
+        look = {"figsize": (8, 1.1 + sum(heights)), "height_ratios": heights, "layout": "constrained"}
+        fig, grid = plt.subplots(len(heights), 1, sharex=True, squeeze=False, **look)
+        *above, memory_ax = axes = grid[:, 0]
+        draw_memory(memory_ax, traces)
+        memory_ax.set(title=peak_of_curve(first) if above else titled(peak_of_curve(first), subject))
+        for ax in above:
+            draw_collectives(ax, traces)
+            ax.set(title=titled(sent_in_a_step(traces), subject))
+            memory_ax.set(xlabel=f"time (ms); {NO_OVERLAP}")
+    return fig, axes
 
 
 def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak] | None = None) -> tuple[Figure, Axes]:
@@ -137,28 +109,6 @@ def plot_held_and_peak(runs: Mapping[str, RunRecord], peaks: Mapping[str, Peak] 
         look = {"handlelength": 1.2, "columnspacing": 1.2, "loc": "outside lower left"}
         fig.legend(handles=keys(kinds), ncols=4, **look)
     return fig, ax
-
-
-def plot_collectives(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Axes]:
-    """Plot the collectives of one step on a timeline, one row per rank, with the MB that each one sends."""
-    with figure_style():
-        fig, ax = plt.subplots(figsize=(8, 1.1 + 0.5 * len(traces)), layout="constrained")
-        draw_collectives(ax, traces)
-        title = titled(sent_in_a_step(traces), subject)
-        ax.set(title=title, xlabel="time in the step (ms); numbers are the MB that the rank sends")
-    return fig, ax
-
-
-def plot_step(traces: Sequence[StepTrace], subject: str) -> tuple[Figure, Sequence[Axes]]:
-    """Plot one step on one timeline: the collectives of every rank, and below them the bytes allocated on rank 0."""
-    with figure_style():
-        size, heights = (8, 2.9 + 0.5 * len(traces)), (0.4 + 0.5 * len(traces), 1.7)
-        fig, axes = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights, layout="constrained")
-        draw_memory_curve(axes[1], traces[0].curve)
-        draw_collectives(axes[0], traces)
-        axes[0].set(title=titled(f"{sent_in_a_step(traces)}; numbers are MB", subject))
-        axes[1].set(ylabel="on rank 0 (MB)", title=peak_of_curve(traces[0].curve))
-    return fig, axes
 
 
 def plot_peak_by_ranks(

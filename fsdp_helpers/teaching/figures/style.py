@@ -89,7 +89,10 @@ def height_of(op: str, row: float) -> float:
 def swatches(colors: Mapping[str, str]) -> list[Line2D]:
     """Return one swatch per name for a legend, each as tall as that collective's bars."""
     look = {"linestyle": "-", "solid_capstyle": "butt"}
-    return [Line2D([], [], color=color, linewidth=height_of(op, 8), label=op, **look) for op, color in colors.items()]
+    return [
+        Line2D([], [], color=color, linewidth=height_of(op, 8), label=op.replace("_", "-"), **look)
+        for op, color in colors.items()
+    ]
 
 
 def figure_style() -> AbstractContextManager:

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from math import isinf
 
 from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST
 from fsdp_helpers.quantities import GB, format_bytes, format_count, in_mb
@@ -43,12 +44,18 @@ def lowest_by_ranks(peaks: Mapping[str, Mapping[int, int]], num_params: int) -> 
     )
 
 
-def sent_in_a_step(traces: Sequence[StepTrace]) -> str:
-    """State how many collectives a step has, and how many bytes a rank sends for them."""
-    counts = [len(trace.collectives) for trace in traces]
-    sent = [sum(seen.sent_bytes for seen in trace.collectives) for trace in traces]
-    who = "each rank" if len(set(zip(counts, sent, strict=True))) == 1 and len(traces) > 1 else "rank 0"
-    return f"In {counts[0]} collective{'s' * (counts[0] != 1)}, {who} sends {format_bytes(sent[0])}"
+def sent_in_a_step(traces: Mapping[int, StepTrace]) -> str:
+    """State how many collectives there are, and how many bytes a rank sends for them; or how far each rank came."""
+    counts = {rank: len(trace.collectives) for rank, trace in traces.items()}
+    hung = [rank for rank, trace in traces.items() if any(isinf(seen.end_s) for seen in trace.collectives)]
+    if hung or len(set(counts.values())) > 1:
+        begun = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+        stuck = "".join(f"; number {counts[rank]} on rank {rank} never ended" for rank in hung)
+        return f"Collectives begun: {begun}{stuck}"
+    sent = [sum(seen.sent_bytes for seen in trace.collectives) for trace in traces.values()]
+    first, count = next(iter(counts.items()))
+    who = "each rank" if len(set(sent)) == 1 and len(traces) > 1 else f"rank {first}"
+    return f"In {format_count(count, 'collective')}, {who} sends {format_bytes(sent[0])}"
 
 
 def lowest_peak(ranks: Mapping[str, RankRecord]) -> str:

@@ -109,6 +109,10 @@ class Case(NamedTuple):
     texts: list | None = None
 
 
+LOST = MemoryCurve(times_s=(), allocated_bytes=())
+MET = Collective(op="all_reduce", bytes=4 * MB, sent_bytes=4 * MB, start_s=0.0, end_s=0.05, unit="blocks.0")
+LATE_FOR = StepTrace(curve=LOST, collectives=(MET, replace(MET, start_s=0.1, end_s=float("inf"))))
+LATE = StepTrace(curve=LOST, collectives=(replace(MET, start_s=0.02, shapes="[2]"),))
 TRACE, PLANS = step_trace(), planned(8, 64, 1024, memory=10e9)
 COPY = OffloadCopy(name="blocks.0.weight", way=TO_DEVICE, bytes=4 * MB, start_s=0.05, was_made=True)
 TWO_RUNS = {"ddp": run_of(rank_record(), rank_record()), "fsdp": run_of(rank_record(peak_bytes=30 * MB))}
@@ -125,11 +129,11 @@ CASES = {
         ("7 ≠ 2",),
     ),
     "memory": Case(
-        plots.plot_memory_curve,
-        (TRACE.curve, "One step"),
+        plots.plot_trace,
+        ([replace(TRACE, collectives=())], "One step"),
         (
             "The peak comes in backward, 2.5 times what is held between steps; One step",
-            "16 at 0, 40 at 100, 16 at 200, 16 at 300.",
+            "rank 0: peak 40.0 MB: 16 at 0, 40 at 100, 16 at 200, 16 at 300.",
         ),
     ),
     "held and peak": Case(
@@ -162,13 +166,24 @@ CASES = {
         ("peak, full gradients 1", "peak, communication buffers 1", "peak, gloo's copy (CPU only) 1"),
     ),
     "collectives": Case(
-        plots.plot_collectives,
+        plots.plot_trace,
         ([TRACE] * 2, "One step"),
-        ("In 3 collectives, each rank sends 6.00 MB; One step", "rank 1: forward 100", "all_to_all 50"),
-        bars=[*PHASES, (0, 50), (100, 50), (200, 50)] * 2,
-        texts=["forward", "backward", "step", *["2.0"] * 6],  # of a full tensor of 4 MB, the rank sends 2
+        ("In 3 collectives, each rank sends 6.00 MB; One step", "reduce-scatter 50", "all-to-all 50", "40 at 100"),
+        bars=[*PHASES, *[(0, 50), (100, 50), (200, 50)] * 2],
+        texts=["2.00 MB"] * 6,  # of a full tensor of 4 MB, the rank sends 2
     ),
-    "step": Case(plots.plot_step, ([TRACE] * 2, "One step"), ("In 3 collectives", "reduce_scatter 50", "40 at 100")),
+    "who waits": Case(
+        plots.plot_trace,
+        ({0: LATE_FOR, 1: LATE},),
+        ("Collectives begun: 2 on rank 0, 1 on rank 1; number 2 on rank 0 never ended", "waiting 20", "never ended 15"),
+        bars=[(0, 20), (20, 30), (100, 15), (115, 0.46), (20, 30)],
+        texts=["4.00 MB", "≠"] * 2,
+    ),
+    "steps": Case(
+        plots.plot_trace,
+        ([StepTrace(curve=MemoryCurve(times_s=(0.0, 0.2), allocated_bytes=(80, 60)), collectives=(), steps_s=(0.1,))],),
+        ("allocated (kB)", "rank 0: peak 80 B", "Labels: step 1"),
+    ),
     "peak by ranks": Case(
         plots.plot_peak_by_ranks,
         (
@@ -201,7 +216,7 @@ CASES = {
         plots.plot_copies,
         (TRACE, [COPY, replace(COPY, way=TO_HOST, start_s=0.25)], ["blocks.0"]),
         ("Copies of units: 1 to the device, 1 to the host. In this order to the device: 0; to the host: 0.",),
-        texts=["forward", "backward", "step", "0", "0"],
+        texts=["forward", "backward", "step", *["2.00 MB"] * 3, "0", "0"],
     ),
     "waterfall": Case(
         plans.plot_waterfall,
@@ -345,7 +360,7 @@ def shell():
 
 
 def test_a_notebook_shows_a_figure_with_its_description(shell):
-    fig, _ = plots.plot_memory_curve(TRACE.curve, "One step")
+    fig, _ = plots.plot_trace([TRACE], "One step")
     with capture_output() as captured:
         assert shell.display_formatter.format(fig) == ({}, {})  # it has displayed itself
     picture, folded = captured.outputs
