@@ -58,7 +58,7 @@ LOOPS = {  # ranks, cells that come first, the cell, the variable to compare, an
 
 @pytest.fixture(scope="module")
 def ranks(request):
-    with Ranks(request.param, device="cpu", timeout_s=10) as opened:
+    with Ranks(request.param, device="cpu", timeout_s=60) as opened:
         yield opened
 
 
@@ -120,10 +120,17 @@ def test_memory_held_before_the_cell_counts_until_it_is_freed(ranks, capfd):
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-@pytest.mark.parametrize("ends", ["import os; os._exit(3)", "1 / 0"], ids=["leaves early", "raises"])
-def test_a_failed_cell_shows_how_far_each_rank_came_and_what_was_unequal(ends, ranks, capsys):
-    shapes = "torch.ones(3, 2) if rank else torch.ones(2, 3)"
-    code = f"import torch, torch.distributed as dist\ndist.all_reduce({shapes})\nif rank: {ends}\ndist.barrier()"
+@pytest.mark.parametrize("ends", ["os._exit(3)", "1 / 0"], ids=["leaves early", "raises"])
+def test_a_failed_cell_shows_how_far_each_rank_came_and_what_was_unequal(ends, ranks, capsys, tmp_path):
+    code = f"""import os, pathlib, time, torch, torch.distributed as dist
+dist.all_reduce(torch.ones(3, 2) if rank else torch.ones(2, 3))
+last = pathlib.Path({str(tmp_path / "last")!r})
+if rank:
+    while not last.exists(): time.sleep(0.05)
+    time.sleep(1)  # in which rank 0 begins its last collective
+    {ends}
+last.touch()
+dist.barrier()"""
     traces = traced(ranks, code, RankError)
     assert [[seen.end_s == inf for seen in trace.collectives] for trace in traces.values()] == [[False, True], [False]]
     said = "rank 0: all-reduce of float32 [2, 3]; rank 1: all-reduce of float32 [3, 2]"
