@@ -37,9 +37,9 @@ def plain_parameters(watch: Watch, optimizer: torch.optim.Optimizer) -> None:
     is_sharded = any(isinstance(p, DTensor) for p in mine)
     card = "wrong-forgotten-root" if is_sharded else "wrong-unwrapped-module"
     for p in mine:
-        name, first = names.get(id(p), "a parameter"), watch.kept.get(("first", id(p)))
+        name, first = names.get(id(p), "a parameter"), watch.kept.get((id(optimizer), id(p)))
         if not isinstance(p, DTensor) and first is None:
-            watch.kept["first", id(p)] = digest([p])
+            watch.kept[id(optimizer), id(p)] = digest([p])  # of this one: ZeRO's optimizer has another one inside it
             why = f"{name} is in no unit" if is_sharded else f"nobody averages the gradient of {name}"
             text = f"{why}; its norm is {p.grad.norm().item():.4g}"
             watch.note("same", card, text, digest([p.grad]), key=("gradient", name, digest([p])))
