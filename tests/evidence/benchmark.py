@@ -1,10 +1,9 @@
-"""Is this project fast enough? `python tests/evidence/benchmark.py` measures the loop and the ranks; `fsdp` sharding.
+"""Is this project fast enough? `python tests/evidence/benchmark.py` measures the ranks; with `fsdp`, sharding.
 
-`ground`: training ShallowNet and reading the data alone, each against what people write first, and `ranks`: a cell on
-live ranks, the time until they are up, and a launch of two workers that do nothing, against `mp.spawn`. `fsdp`: a step
-of DeepNet on two CPU ranks, FSDP against DDP and auto-wrap against one unit, for both APIs. What a step moves does not
-depend on the batch, so these ratios fall as it grows (`--batch-size`). All ratios are of medians over interleaved
-rounds, so that a busy machine slows both sides alike.
+`ranks`: a cell on live ranks, the time until they are up, and a launch of two workers that do nothing, against
+`mp.spawn`. `fsdp`: a step of DeepNet on two CPU ranks, FSDP against DDP and auto-wrap against one unit, for both APIs.
+What a step moves does not depend on the batch, so these ratios fall as it grows (`--batch-size`). All ratios are of
+medians over interleaved rounds, so that a busy machine slows both sides alike.
 Exits 1 if a target is missed. Not a test: run it on a machine that does nothing else.
 """
 
@@ -14,89 +13,23 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.multiprocessing
-import torch.nn.functional as F
 from idle_worker import return_rank
-from torch import nn
-from torch.utils.data import DataLoader
-from torchvision import datasets, transforms
 
 from fsdp_helpers import Ranks
 from fsdp_helpers.config import TrainConfig
-from fsdp_helpers.data.images import load_data, rank_batches
-from fsdp_helpers.data.source import find_data_dir, prepare_data
-from fsdp_helpers.models.series import build_model
+from fsdp_helpers.data.source import prepare_data
 from fsdp_helpers.ranks.launch import launch
-from fsdp_helpers.training.loop import train_one_epoch
 from fsdp_helpers.training.watch import STEADY_STEP
 from fsdp_helpers.training.worker import train_worker
 
-BATCH_SIZE = 64
-TARGETS = {"training": 1.3, "reading": 5.0}  # this many times as fast, or more
 MP_SPAWN_OVER_LAUNCH, MOST_CELL_S, MOST_UP_S, NUM_CELLS = 20.0, 0.03, 1.0, 50
 MOST_OVER_DDP, MOST_OVER_ONE_UNIT = 1.3, 1.15  # this many times the step time, or less
 SHARDED = [("fsdp", "fsdp1"), ("fsdp", "fsdp2"), ("fsdp-auto-wrap", "fsdp1"), ("fsdp-auto-wrap", "fsdp2")]
-
-
-# ---------------------------------------------------------------- the other side, as tutorials write it
-
-
-class PlainNet(nn.Module):
-    """The network of the well-known MNIST example."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, 1)
-        self.conv2 = nn.Conv2d(32, 64, 3, 1)
-        self.dropout1 = nn.Dropout(0.25)
-        self.dropout2 = nn.Dropout(0.5)
-        self.fc1 = nn.Linear(9216, 128)
-        self.fc2 = nn.Linear(128, 10)
-
-    def forward(self, x):
-        x = F.relu(self.conv1(x))
-        x = F.relu(self.conv2(x))
-        x = self.dropout1(F.max_pool2d(x, 2))
-        x = F.relu(self.fc1(torch.flatten(x, 1)))
-        return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
-
-
-def plain_loader(data_dir):
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    train = datasets.MNIST(data_dir, train=True, transform=transform)
-    return DataLoader(train, batch_size=BATCH_SIZE, shuffle=True)
-
-
-def plain_training(rank, world_size, data_dir, num_steps):
-    """Images a second of the example's loop; the first steps warm up and do not count."""
-    torch.set_num_threads(_num_cores())
-    model = PlainNet()
-    optimizer = torch.optim.Adam(model.parameters())
-    model.train()
-    batches = islice(plain_loader(data_dir), num_steps + 5)
-    for step, (data, target) in enumerate(batches):
-        if step == 5:
-            start_s = time.perf_counter()
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(data), target)
-        loss.backward()
-        optimizer.step()
-    return num_steps * BATCH_SIZE / (time.perf_counter() - start_s)
-
-
-def plain_reading(rank, world_size, data_dir, num_steps):
-    batches = iter(plain_loader(data_dir))
-    next(batches)
-    start_s = time.perf_counter()
-    num_images = sum(len(target) for _, target in islice(batches, num_steps))
-    return num_images / (time.perf_counter() - start_s)
 
 
 def plain_launch() -> float:
@@ -105,53 +38,10 @@ def plain_launch() -> float:
     return time.perf_counter() - start_s
 
 
-# ---------------------------------------------------------------- this side
-
-
-def our_training(rank, world_size, data_dir, num_steps):
-    """Images a second of this project's loop, in a rank that `launch` started."""
-    split = load_data(data_dir).train
-    model = build_model("shallow")
-    optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    batches = rank_batches(split, rank=rank, world_size=world_size, global_batch_size=BATCH_SIZE, seed=0, epoch=0)
-    train_one_epoch(model, islice(batches, 5), optimizer)
-    start_s = time.perf_counter()
-    train_one_epoch(model, islice(batches, num_steps), optimizer)
-    return num_steps * BATCH_SIZE / (time.perf_counter() - start_s)
-
-
-def our_reading(rank, world_size, data_dir, num_steps):
-    split = load_data(data_dir).train
-    batches = rank_batches(split, rank=rank, world_size=world_size, global_batch_size=BATCH_SIZE, seed=0, epoch=0)
-    next(batches)
-    start_s = time.perf_counter()
-    num_images = sum(len(labels) for _, labels in islice(batches, num_steps))
-    return num_images / (time.perf_counter() - start_s)
-
-
 def our_launch() -> float:
     start_s = time.perf_counter()
     launch(return_rank, world_size=2, device="cpu", progress=False)
     return time.perf_counter() - start_s
-
-
-# ---------------------------------------------------------------- the comparison
-
-
-def plain_process(worker, data_dir, num_steps) -> float:
-    """Run `worker` in a process of its own that nobody has tuned, as a script would run."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result")
-        torch.multiprocessing.spawn(_write_result, args=(worker, data_dir, num_steps, result), nprocs=1)
-        return float(result.read_text())
-
-
-def _write_result(rank, worker, data_dir, num_steps, result):
-    result.write_text(repr(worker(rank, 1, data_dir, num_steps)))
-
-
-def our_process(worker, data_dir, num_steps) -> float:
-    return launch(worker, data_dir, num_steps, world_size=1, device="cpu")[0]
 
 
 def _num_cores() -> int:
@@ -166,35 +56,14 @@ def interleaved(ours, plain, rounds: int) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("section", nargs="?", choices=("ground", "ranks", "fsdp"), default="ground")
-    parser.add_argument("--rounds", type=int, help="default: ground 5, fsdp 2")
-    parser.add_argument("--steps", type=int, help="steps of each measurement (default: 60, with fsdp 10)")
+    parser.add_argument("section", nargs="?", choices=("ranks", "fsdp"), default="ranks")
+    parser.add_argument("--rounds", type=int, help="default: ranks 5, fsdp 2")
+    parser.add_argument("--steps", type=int, help="with fsdp: steps of each measurement (default: 10)")
     parser.add_argument("--batch-size", type=int, default=1024, help="with fsdp: images a step (default: %(default)s)")
     options = parser.parse_args()
     if options.section == "fsdp":
         return fsdp_section(options.rounds or 2, options.steps or 10, options.batch_size)
-    if options.section == "ranks":
-        return in_a_python_of_its_own(options.rounds or 5)
-    return ground_section(options.rounds or 5, options.steps or 60)
-
-
-def ground_section(rounds: int, steps: int) -> int:
-    if prepare_data() != "mnist":
-        print("The plain loop reads MNIST, and MNIST is not here and cannot be downloaded.", file=sys.stderr)
-        return 2
-    data_dir = str(find_data_dir())
-    our_launch()  # the first launch starts the server; what counts is every launch after it
-
-    print(f"torch {torch.__version__}, {_num_cores()} cores, batches of {BATCH_SIZE}, median of {rounds} rounds\n")
-    print(f"{'':10} {'this project':>20} {'plain':>20} {'ratio':>7} {'target':>7}")
-    ratios = {}
-    for name, ours, plain in [("training", our_training, plain_training), ("reading", our_reading, plain_reading)]:
-        work = (data_dir, steps)
-        fast, slow = interleaved(partial(our_process, ours, *work), partial(plain_process, plain, *work), rounds)
-        ratios[name] = fast / slow
-        show(name, f"{fast:,.0f} images/s", f"{slow:,.0f} images/s", ratios[name])
-    missed = any(ratios[name] < target for name, target in TARGETS.items())
-    return in_a_python_of_its_own(rounds) or int(missed)
+    return in_a_python_of_its_own(options.rounds or 5)
 
 
 def in_a_python_of_its_own(rounds: int) -> int:
@@ -235,11 +104,6 @@ def live_ranks() -> tuple[float, list[float]]:
             ranks.run("dist.all_reduce(x)")
             cells_s.append(time.perf_counter() - start_s)
     return up_s, cells_s
-
-
-def show(name: str, ours: str, plain: str, ratio: float) -> None:
-    verdict = "" if ratio >= TARGETS[name] else "  MISSED"
-    print(f"{name:10} {ours:>20} {plain:>20} {ratio:7.2f} {TARGETS[name]:7.1f}{verdict}", flush=True)
 
 
 # ---------------------------------------------------------------- sharding
