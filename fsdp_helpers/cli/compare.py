@@ -7,9 +7,6 @@ from pathlib import Path
 from fsdp_helpers.cli.printing import check_output_path, print_data_source, write_json
 from fsdp_helpers.config import MODELS, TrainConfig
 
-FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
-TWICE = 220  # pixels per inch, for high-resolution screens
-
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `compare` to its parser."""
@@ -28,14 +25,11 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, metavar="N", default=64, help="images per step (default: 64)")
     parser.add_argument("--data-dir", metavar="DIR", help="folder with MNIST, as for train")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
-    parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="save the table as a figure in FILE: .png, .svg or .pdf"
-    )
     parser.set_defaults(run=compare_command)
 
 
 def compare_command(options: argparse.Namespace) -> None:
-    """Run every strategy and print the table; also write or draw it if requested."""
+    """Run every strategy and print the table; also write it if requested."""
     import torch
 
     from fsdp_helpers.data.source import num_train_images
@@ -49,10 +43,7 @@ def compare_command(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--steps {options.steps}: the first {STEADY_STEP} steps aren't timed; use {STEADY_STEP + 1} or more"
         )
-    for path in (options.json, options.figure):
-        check_output_path(path)
-    if options.figure and options.figure.suffix not in FIGURE_SUFFIXES:
-        raise ValueError(f"--figure {options.figure}: choose a name that ends in one of {', '.join(FIGURE_SUFFIXES)}")
+    check_output_path(options.json)
     base = TrainConfig(
         epochs=options.steps,  # always enough, even if an epoch has only one step
         max_steps=options.steps,
@@ -77,7 +68,3 @@ def compare_command(options: argparse.Namespace) -> None:
             "rows": [asdict(row) for row in rows],
         }
         write_json(content, options.json)
-    if options.figure:
-        from fsdp_helpers.teaching.figures.plots import plot_comparison
-
-        plot_comparison(rows)[0].savefig(options.figure, dpi=TWICE)

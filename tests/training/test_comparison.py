@@ -1,7 +1,6 @@
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from leftovers import PROJECT
@@ -9,7 +8,6 @@ from runs import main_in_process, tiny_record
 
 from fsdp_helpers.config import APIS, STRATEGIES, TrainConfig, is_sharded
 from fsdp_helpers.records import ComparisonRow
-from fsdp_helpers.teaching.figures.plots import plot_comparison
 from fsdp_helpers.training.comparison import (
     SHORT_HEADERS,
     comparison_cells,
@@ -44,9 +42,6 @@ def test_what_runs_where(device, labels):
 def test_the_kept_record_has_its_rows():
     rows = [ComparisonRow(**row) for row in json.loads(KEPT.read_text())["rows"]]
     assert {"local", "ddp", "fsdp (fsdp2)"} <= {row.label for row in rows}
-    axes = plot_comparison(rows)[1]
-    shown = [label.get_text() for ax in axes[:, 0] for label in ax.get_yticklabels()]
-    assert shown == [row.label for row in rows]
 
 
 def test_why_one_is_left_out():
@@ -97,10 +92,6 @@ def test_the_table_fits_a_terminal():
     assert {len(line) for line in plain_table([row]).splitlines()} == {80}
 
 
-def width_of(picture: Path) -> int:
-    return int.from_bytes(picture.read_bytes()[16:20])  # in the PNG's first chunk
-
-
 def test_the_pictures_of_the_readme_are_small():
     images = PROJECT / "notebooks" / "images"
     assert sum(path.stat().st_size for path in (PROJECT / "README.md", *images.iterdir())) < 2_000_000
@@ -110,14 +101,12 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     arguments = ["compare", "--models", "shallow", "--steps", 4, "--device", "cpu", "--data-dir", digits_dir]
-    outputs = ["--json", tmp_path / "table.json", "--figure", tmp_path / "table.png"]
-    assert main_in_process(*arguments, *outputs) == 0
+    assert main_in_process(*arguments, "--json", tmp_path / "table.json") == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].split() == " ".join(SHORT_HEADERS).split()
     assert [label for label in ON_CPU if not any(f" {label} " in line for line in lines)] == []
     content = json.loads((tmp_path / "table.json").read_text())
     assert content.keys() == {"device", "device_name", "finished", "versions", "rows"}
-    assert width_of(tmp_path / "table.png") == 2 * 8 * 110  # eight inches of 110 pixels, twice for sharp screens
     rows = content["rows"]
     assert len(rows) == len(lines) - 1 == len(ON_CPU)
     assert [row["world_size"] for row in rows] == [1] + [2] * len(rows[1:])
@@ -142,8 +131,7 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
     assert by_label["fsdp-auto-wrap (fsdp1)"]["sent_bytes"] == 7_159_080
     assert by_label["ddp, lean"]["peak_bytes"] < by_label["ddp"]["peak_bytes"]
     assert by_label["ddp, lean"]["final_loss"] == by_label["ddp"]["final_loss"]
-    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cwd", "no-mnist", "table.json", "table.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cwd", "no-mnist", "table.json"]
     assert os.listdir(tmp_path / "cwd") == []
 
 
@@ -153,8 +141,7 @@ def test_the_command(digits_dir, tmp_path, monkeypatch, capfd):
         (["--models", "huge"], "huge"),
         (["--steps", "3"], "--steps 3: the first 3 steps aren't timed; use 4 or more"),
         (["--world-size", "3"], "64 isn't divisible by world_size 3"),
-        (["--figure", "table.txt"], "choose a name that ends in one of .png, .svg, .pdf"),
-        (["--figure", "no-such-folder/table.png"], "no-such-folder doesn't exist"),
+        (["--json", "no-such-folder/table.json"], "no-such-folder doesn't exist"),
         (["--json", "."], "is a folder; give a file"),
         (["--device", "cuda", "--world-size", "64"], "64 CUDA devices"),
     ],

@@ -14,7 +14,7 @@ from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST, OffloadCop
 from fsdp_helpers.measuring.step_profile import predicted_peaks
 from fsdp_helpers.planning.walk.ledger import Peak
 from fsdp_helpers.quantities import MB, in_mb
-from fsdp_helpers.records import ComparisonRow, LeverResult, RunRecord, StepTrace
+from fsdp_helpers.records import LeverResult, RunRecord, StepTrace
 from fsdp_helpers.teaching.figures.bars import draw_held_in_peak, draw_rank, draw_times, keys, rows_of
 from fsdp_helpers.teaching.figures.descriptions import put_in_words
 from fsdp_helpers.teaching.figures.style import MARKERS, PEAK_COLOR, STRATEGY_COLORS, figure_style
@@ -22,7 +22,6 @@ from fsdp_helpers.teaching.figures.timelines import draw_collectives, draw_copie
 from fsdp_helpers.teaching.figures.titles import (
     copies_of_a_step,
     foot_of_the_ladder,
-    least_of_the_comparison,
     lowest_by_ranks,
     lowest_peak,
     peak_of_curve,
@@ -170,24 +169,6 @@ def plot_ladder(rungs: Sequence[LeverResult]) -> tuple[Figure, Sequence[Axes]]:
         memory_ax.set(title=foot_of_the_ladder(rungs), xlabel=HELD_IN_PEAK, xlim=(0, 1.25 * max(peaks) / MB))
         memory_ax.legend(handles=memory_ax.lines[:1], loc="lower right")
     return fig, (memory_ax, time_ax)
-
-
-def plot_comparison(rows: Sequence[ComparisonRow]) -> tuple[Figure, Sequence[Axes]]:
-    """Plot each strategy's held bytes (solid), peak (light) and step time for each model."""
-    models = list(dict.fromkeys(row.model for row in rows))
-    with figure_style():
-        fig, axes = plt.subplots(len(models), 2, figsize=(8, 0.6 + 2.4 * len(models)), layout="constrained")
-        for (memory_ax, time_ax), model in zip(axes.reshape(-1, 2), models, strict=True):
-            chosen = [row for row in rows if row.model == model]
-            draw_held_in_peak(memory_ax, chosen)
-            for place, row in enumerate(chosen):
-                text = f"  {in_mb(row.peak_bytes)}"
-                memory_ax.text(row.peak_bytes / MB, place, text, va="center", color=TEXT_COLOR)
-            draw_times(time_ax, chosen)
-            memory_ax.set_yticks(range(len(chosen)), [row.label for row in chosen])
-            memory_ax.set(title=least_of_the_comparison(chosen), xlabel=HELD_IN_PEAK)
-            memory_ax.margins(x=0.16)
-    return fig, axes
 
 
 def plot_copies(trace: StepTrace, copies: Sequence[OffloadCopy], units: Sequence[str]) -> tuple[Figure, Axes]:

@@ -6,7 +6,7 @@ from math import isinf
 
 from fsdp_helpers.measuring.offload_copies import TO_DEVICE, TO_HOST
 from fsdp_helpers.quantities import GB, format_bytes, format_count, in_mb
-from fsdp_helpers.records import ComparisonRow, LeverResult, MemoryCurve, RankRecord, StepTrace
+from fsdp_helpers.records import LeverResult, MemoryCurve, RankRecord, StepTrace
 
 
 def titled(finding: str, subject: str) -> str:
@@ -76,14 +76,6 @@ def foot_of_the_ladder(rungs: Sequence[LeverResult]) -> str:
         return ""
     share = least.peak_bytes / rungs[0].peak_bytes
     return f"The lowest peak is {in_mb(least.peak_bytes)} MB, {_percent(share)} of {rungs[0].name}'s {in_mb(rungs[0].peak_bytes)}"
-
-
-def least_of_the_comparison(rows: Sequence[ComparisonRow]) -> str:
-    """State which strategies have a model's lowest peak, and what fraction of the first strategy's peak that is."""
-    least = min(row.peak_bytes for row in rows)
-    names = [row.label for row in rows if row.peak_bytes == least]
-    share = f", {_percent(least / rows[0].peak_bytes)} of {rows[0].label}'s" if rows[0].label not in names else ""
-    return f"{rows[0].model}: {' and '.join(names)} {'have' if len(names) > 1 else 'has'} the lowest peak{share}"
 
 
 def copies_of_a_step(ways: Sequence[str]) -> str:

@@ -26,7 +26,6 @@ from fsdp_helpers.planning.walk.ledger import Peak, Term
 from fsdp_helpers.planning.walk.units import COPY_OF_GLOO
 from fsdp_helpers.records import (
     Collective,
-    ComparisonRow,
     LeverResult,
     MemoryCurve,
     Phase,
@@ -76,11 +75,6 @@ def step_trace() -> StepTrace:
         for i, op in enumerate(ops)
     )
     return StepTrace(curve=curve, collectives=seen)
-
-
-def row(model: str, strategy: str, api: str | None) -> ComparisonRow:
-    sizes = {"held_bytes": 9 * MB, "peak_bytes": 20 * MB, "moved_bytes": 5 * MB, "sent_bytes": 4 * MB}
-    return ComparisonRow(model=model, strategy=strategy, api=api, world_size=2, step_s=0.01, final_loss=2.0, **sizes)
 
 
 def rung(name: str, peak_bytes: int) -> LeverResult:
@@ -201,16 +195,6 @@ CASES = {
         ([rung("DDP", 40 * MB), rung("+ a lever", 30 * MB), rung("+ another", 32 * MB)],),
         ("The lowest peak is 30.0 MB, 75% of DDP's 40.0", "+ a lever: peak 30, held 9", "predicted: at 39.", "DDP: 10"),
         texts=["9.0", "9.0", "9.0", "40.0", "30.0 (-10.0)", "32.0 (+2.0)"],
-    ),
-    "comparison": Case(
-        plots.plot_comparison,
-        ([row("shallow", "ddp", None), row("shallow", "fsdp", "fsdp1"), row("deep", "ddp", None)],),
-        (
-            "shallow: ddp and fsdp (fsdp1) have the lowest peak",
-            "deep: ddp has the lowest peak",
-            "fsdp (fsdp1): peak 20, held 9",
-            "fsdp (fsdp1): 10",
-        ),
     ),
     "copies": Case(
         plots.plot_copies,
