@@ -60,6 +60,8 @@ def run_each(rank: int, world_size: int, ports: list[int], runs: list[list[str]]
             script.documents_are_apart = lambda *_: False
         if change["stop"] and rank == world_size - 1:
             interrupt(script)
+        if change["traced"]:
+            script.Checkpoints.begin = lambda *_: None  # on the CPU, a save's copy is in the memory that is traced
         if change["judged"]:
             script.held_out_loss = lambda *_: math.nan
         with (
