@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ def run_each(
         script = load_script("finetune.py")
         vars(script).update(settings)
         output, errors, status = io.StringIO(), io.StringIO(), 0
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        ending = patch.object(os, "_exit", sys.exit)  # how the script ends on all ranks at once
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), ending:
             with poisoned(poison) if poison else nullcontext():
                 try:
                     script.main(*words)

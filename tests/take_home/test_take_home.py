@@ -113,9 +113,9 @@ def test_the_optimizer_that_trains_is_fused(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_clean_up_is_skipped_on_the_cpu_alone(name):
-    """`os._exit` runs nothing of `atexit`, which whoever uses a GPU may need."""
+    """`os._exit` runs nothing of `atexit`, which whoever uses a GPU may need, unless all ranks end the run for a reason."""
     text = (FOLDER / name).read_text()
-    assert text.count("os._exit(") == 1
+    assert text.count("os._exit(") == 1 + text.count("os._exit(status)")
     assert ast.unparse(ast.parse(text).body[-1].body[-1]) == "if chosen.type == 'cpu':\n    os._exit(0)"
 
 

@@ -71,9 +71,9 @@ def plot_trace(
     traces = compared(traces if isinstance(traces, Mapping) else dict(enumerate(traces)))
     first = next(iter(traces.values())).curve
     has_collectives = any(trace.collectives for trace in traces.values())
-    heights = [*([1 + 0.4 * len(traces)] if has_collectives else []), 1.8]
+    heights = [*([0.7 + 0.3 * len(traces)] if has_collectives else []), 1.4]  # a slide has room for two ranks
     with figure_style():
-        look = {"figsize": (8, 1.1 + sum(heights)), "height_ratios": heights, "layout": "constrained"}
+        look = {"figsize": (8, 1 + sum(heights)), "height_ratios": heights, "layout": "constrained"}
         fig, grid = plt.subplots(len(heights), 1, sharex=True, squeeze=False, **look)
         *above, memory_ax = axes = grid[:, 0]
         draw_memory(memory_ax, traces)
