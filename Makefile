@@ -224,7 +224,7 @@ test-spawn: export PYTHONPATH := $(CURDIR)/tests/without_proc
 test-spawn: $(INSTALLED)
 	@mkdir -p $(CACHE)
 	$(PYTEST) -m "not long and $(PLAIN)" tests/ranks
-	$(PYTEST) -m "not long" -k "equals_ddp_step or five_steps or killed_on" tests/sharding/test_strategies.py tests/checkpointing/test_resume.py
+	$(PYTEST) -m "not long" -k "equals_ddp_step or five_steps or killed_on or killed_from" tests/sharding/test_strategies.py tests/checkpointing/test_resume.py
 	$(PYTEST) --nbmake --timeout=1200 $(foreach number,00 03 06,$(wildcard notebooks/$(number)_*.ipynb))
 
 # A GPU nearby does no harm: shown with a CUDA driver of our own, which makes torch believe in GPUs.

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 NUM_RANKS, STEPS, LIMIT_S = 2, 3, 600.0
+MOST = 1e6  # of ranks, steps and seconds
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +28,8 @@ def check(options: argparse.Namespace, is_rank: bool) -> None:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"inspect: {options.script} isn't Python: {error}") from error
     for name in ("world_size", "steps", "limit"):
-        if not getattr(options, name) >= 1:
-            raise ValueError(f"inspect: --{name.replace('_', '-')} is {getattr(options, name)}, below 1")
+        if not 1 <= (value := getattr(options, name)) < MOST:
+            raise ValueError(f"inspect: --{name.replace('_', '-')} is {value}; it must be from 1 to {MOST:,.0f}")
 
 
 def inspect(options: argparse.Namespace) -> int:

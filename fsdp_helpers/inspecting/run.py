@@ -107,7 +107,7 @@ def run_script(watch: Watch, path: str, arguments: Sequence[str]) -> int:
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
         summary, trace = describe_error(error, lambda file: "/fsdp_helpers/inspecting/" not in file)
         print(trace, file=sys.stderr)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -44,7 +45,10 @@ def compared(traces: Mapping[int, StepTrace]) -> dict[int, StepTrace]:
     one of that group on the others, and so on. Messages between two ranks aren't compared.
     """
     began_s = min(trace.began_s for trace in traces.values())
-    traces = {rank: later(trace, trace.began_s - began_s) for rank, trace in traces.items()}
+    traces = {  # a rank that ended before it did anything never began
+        rank: later(trace, trace.began_s - began_s) if isfinite(trace.began_s) else trace
+        for rank, trace in traces.items()
+    }
     calls: dict[tuple, dict[int, Collective]] = {}
     keys: dict[int, list[tuple]] = {rank: [] for rank in traces}
     for rank, trace in traces.items():

@@ -227,7 +227,9 @@ def _live_storages(device: torch.device) -> list[torch.UntypedStorage]:
     """Return the storages of all tensors on `device` that Python knows (a DTensor's shard is one), and of their gradients."""
     tensors = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == device and not tensor.is_sparse]
+    storages = [
+        tensor.untyped_storage() for tensor in tensors if tensor.device == device and tensor.layout == torch.strided
+    ]
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 

@@ -191,7 +191,8 @@ class Ranks(AbstractContextManager):
     ) -> list[str]:
         """Get all ranks ready for the next cell, restarting them if necessary; return lines saying what happened.
 
-        `names` are those that the failed cell would have defined, which are lost in a restart as well. The first lines are the `details` of the failure on rank `at_fault`.
+        `names` are those that the failed cell would have defined, which are lost in a restart as well. The first lines
+        are the `details` of the failure on rank `at_fault`.
         """
         processes, answers = self._processes, dict(self._processes.answers)  # a copy, because more will arrive
         found = processes.stacks(processes.missing(chosen))

@@ -83,7 +83,8 @@ def ensure_running() -> None:
 def ready_to_start(folder: str) -> Iterator[str]:
     """Start the server unless it's running or isn't needed; yield the method by which ranks start in the block.
 
-    `folder` is that of the ranks, which serves as their mark. The server and the ranks block interrupts for good, because Jupyter interrupts a kernel's whole process group.
+    `folder` is that of the ranks, which serves as their mark. The server and the ranks block interrupts for good,
+    because Jupyter interrupts a kernel's whole process group.
     """
     method = start_method()
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))

@@ -302,7 +302,7 @@ def document_of_messages(messages: list[dict], tools: list | None, tokenizer) ->
     """
     if not tokenizer.chat_template:
         raise ValueError('"messages" need a chat template, but the tokenizer has none; use "prompt" and "completion"')
-    if odd := [message["weight"] for message in messages if message.get("weight", 1) not in (0, 1)]:
+    if odd := [message["weight"] for message in messages if message.get("weight", 1) not in (None, 0, 1)]:
         raise ValueError(f"a message has the weight {odd[0]}; this script knows 0 (not trained on) and 1")
     render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     full = render(messages)
@@ -730,19 +730,23 @@ def check_model(loss: TokenLoss, device: torch.device) -> None:
     name, problem = type(loss.model).__name__, None
     loss.eval()
     try:
-        wanted = F.cross_entropy(loss(row)[0, :-1].float(), row[0, 1:], reduction="sum").item()
+        wanted = F.cross_entropy(loss(row[:, :-1])[0].float(), row[0, 1:], reduction="sum").item()
         summed = loss(row[:, :-1], positions[:, :-1], row[:, 1:]).item()
         hidden = [loss(tokens, positions)[:, :-1] for tokens in (row, other)]
-        if not torch.allclose(*hidden, rtol=tolerance, atol=tolerance):
+        if not math.isfinite(wanted):
+            problem = f"{name}: the loss of its own logits is {wanted}; look for values that aren't finite in its files"
+        elif not torch.allclose(*hidden, rtol=tolerance, atol=tolerance):
             problem = f"{name} isn't causal: a token's output depends on later tokens"
         elif not math.isclose(summed, wanted, rel_tol=tolerance):
             problem = f"{name}: the loss in chunks is {summed:.6f}, but that of the model's own logits is {wanted:.6f}"
-    except torch.OutOfMemoryError:  # of one rank, perhaps
+    except RuntimeError:  # of one rank, perhaps
         raise
     except Exception as error:  # of the model's own code, on all ranks
         problem = f"this script can't train {name}: {type(error).__name__}: {first_line(error)}"
-    if problem:
-        end_together(problem, status=2)
+    is_wrong = torch.tensor(int(problem is not None))
+    dist.all_reduce(is_wrong, dist.ReduceOp.MAX)  # rounding may differ between hosts
+    if is_wrong:
+        end_together(problem or f"another rank finds that {name} can't be trained exactly", status=2)
     loss.train()
     loss.reshard()
 
@@ -750,8 +754,8 @@ def check_model(loss: TokenLoss, device: torch.device) -> None:
 def documents_are_apart(loss: TokenLoss, device: torch.device, num_rows: int) -> bool:
     """Return whether a row's second document gets the same outputs when the first one changes.
 
-    A model without position IDs can't tell documents apart. We try `num_rows` equal rows at a time, as in training: with flash attention, transformers keeps documents apart
-    only in a single row.
+    A model without position IDs can't tell documents apart. We try `num_rows` equal rows at a time, as in training:
+    with flash attention, transformers keeps documents apart only in a single row.
     """
     if not takes_positions(loss.model.get_decoder()):
         return False

@@ -48,7 +48,8 @@ def test_a_report_names_the_failure_its_evidence_and_its_file(tmp_path):
     [
         (["missing.py"], "there's no script missing.py"),
         (["README.md"], "isn't Python"),
-        (["--steps", "0", "tests/helpers/inspected.py"], "--steps is 0, below 1"),
+        (["--steps", "0", "tests/helpers/inspected.py"], "--steps is 0; it must be from 1 to 1,000,000"),
+        (["--limit", "inf", "tests/helpers/inspected.py"], "--limit is inf; it must be"),
         ([], "SCRIPT"),
         (["RANK=0", "tests/helpers/inspected.py"], "call it without torchrun"),
     ],

@@ -12,6 +12,7 @@ from fsdp_helpers import Ranks
 from fsdp_helpers.measuring.cell_trace import assembled, compared, record_cell
 from fsdp_helpers.measuring.collectives import OP_NAMES, count_collectives
 from fsdp_helpers.ranks.errors import RankError
+from fsdp_helpers.records import Collective
 from fsdp_helpers.teaching.page.traced_cell import show_trace
 
 GPT = """
@@ -138,3 +139,9 @@ dist.barrier()"""
     capsys.readouterr()
     show_trace({rank: list(trace.collectives) for rank, trace in traces.items()})
     assert "Collectives begun: 2 on rank 0, 1 on rank 1; number 2 on rank 0 never ended" in capsys.readouterr().out
+
+
+def test_a_rank_that_ended_before_it_did_anything_leaves_the_others_their_times():
+    one = Collective(op="all_reduce", bytes=4, sent_bytes=4, start_s=7.0, end_s=inf, shapes="", group=("0", 0, 1))
+    traces = compared(compared({0: assembled([]), 1: assembled([one])}))  # as a cell does, and its figure once more
+    assert traces[1].collectives[0].start_s == 0.0 and traces[0].collectives == ()

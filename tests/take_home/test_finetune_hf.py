@@ -762,6 +762,7 @@ def test_a_model_that_mixes_documents_is_padded():
         ("llama", {}, None),
         ("bert", {}, "BertLMHeadModel isn't causal: a token's output depends on later tokens"),
         ("roberta", {}, "RobertaForCausalLM: the loss in chunks is "),  # its positions begin at 2
+        ("llama", {"values": math.nan}, "LlamaForCausalLM: the loss of its own logits is nan"),
         ("llama", {"vocab_size": 4}, "this script can't train LlamaForCausalLM: IndexError: "),
     ],
 )
@@ -770,6 +771,8 @@ def test_a_model_is_trained_only_if_the_loss_is_that_of_its_own_logits(kind, own
     loss = SCRIPT.TokenLoss(AutoModelForCausalLM.from_config(config_of(kind)))
     if "vocab_size" in own:  # a model whose own code fails
         loss.model.set_input_embeddings(torch.nn.Embedding(4, 32))
+    if "values" in own:
+        loss.model.get_output_embeddings().weight.data[0] = own["values"]
     loss.reshard = lambda: None
     monkeypatch.setattr(os, "_exit", sys.exit)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
