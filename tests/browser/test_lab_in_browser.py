@@ -253,24 +253,6 @@ def test_the_first_notebook_opens_by_itself_under_the_name_of_the_tutorial(lab):
     assert lab.page.locator("text=official Jupyter news").count() == 0
 
 
-def test_a_page_is_rendered_and_its_link_leads_to_the_section_of_a_notebook(lab):
-    """The last section that WORKSHOP names in the longest chapter that it names."""
-    path = (lab.work / "WORKSHOP.md").relative_to(PROJECT).as_posix()
-    lab.run("docmanager:open", path=path)
-    lab.wait(f"app.shell.currentWidget?.context?.path === {path!r} && app.shell.currentWidget.context.isReady")
-    link = lab.page.locator('.jp-MarkdownViewer a[data-commandlinker-args*="08_vision_transformer.ipynb#"]').last
-    section = json.loads(link.get_attribute("data-commandlinker-args"))["path"].partition("#")[2]
-    link.click()
-    lab.wait("app.shell.currentWidget?.context?.path.endsWith('08_vision_transformer.ipynb')")
-    heading = lab.page.locator(f'.jp-NotebookPanel:not(.lm-mod-hidden) [data-jupyter-id="{section}"]')
-
-    def is_in_view() -> bool:
-        box = heading.bounding_box() if heading.count() else None
-        return box is not None and 0 < box["y"] < 500
-
-    assert wait_until(is_in_view, CELL_S), heading.count() and heading.bounding_box()
-
-
 def test_a_terminal_has_the_environment(lab):
     lab.run("terminal:create-new")
     lab.wait("app.shell.currentWidget?.content?.session?.connectionStatus === 'connected'")
