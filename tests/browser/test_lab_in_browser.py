@@ -5,7 +5,6 @@ Screenshots of what failed, and of each notebook, are kept in .pytest_cache/brow
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
