@@ -85,7 +85,8 @@ os._exit = lambda status: (open(f"{FILE}{os.environ['RANK']}", "w").write(" ".jo
 def test_losses_are_bitwise_those_of_a_plain_run(num_ranks, tmp_path):
     code = (FOLDER / "fsdp2.py").read_text()
     script, (first, second) = tmp_path / "fsdp2.py", (f"{tmp_path}/plain", f"{tmp_path}/watched")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", tmp_path]
+    torchrun += ["--nproc-per-node", str(num_ranks)]
     script.write_text(f"FILE = {first!r}\n{KEEP_BITS}\n{code}")
     subprocess.run([*torchrun, script], capture_output=True, timeout=END_S, check=True)
     script.write_text(f"FILE = {second!r}\n{KEEP_BITS}\n{code}")
